@@ -1,0 +1,399 @@
+"""H-Mamba, a state-space model whose state is complex, and Mamba, its real twin of equal size.
+
+Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691),
+sections 5.1-5.7, eqs. 2-4, Algorithms 1-2; "Mamba" (Gu and Dao, arXiv 2312.00752), sections 3.3-3.6.
+
+Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N state width per head   V vocabulary   R dt rank
+    here     paper                          shape            meaning
+    psi      |psi_t>, QS 5.1                (B, T, H*N, 2)   the complex state
+    psi0     complex prior, QS 5.1          (H, N, 2)        state before the first token, unit modulus per coordinate
+    b, C     b_t and C_t, QS eq. 2, 5.5     (B, T, H*N, 2)   input and output projections, functions of the token
+    delta    delta_t, QS 5.2                (B, T, H, N)     input-dependent frequency shift
+    omega    omega, QS 5.2                  (H, N)           learned base frequencies
+    dt       Delta t, QS 5.2                (B, T, H, 1)     step size
+    phi      phi, QS eq. 3                  (B, T, H, N)     argument of the Cayley map
+    theta    arg lambda, QS eq. 3           (B, T, H*N)      phase of the transition, radians
+    alpha    alpha, QS eq. 2                exp(log_decay)   modulus of the transition, (B, T, H*N)
+Complex numbers are real pairs, last axis (re, im).
+
+Initialisation (QS 5.6; Mamba's own in brackets where it differs, `init=official`)
+    embedding                           normal, std 0.02; tied to the output head
+    in_proj, back_proj [x_proj]         Xavier uniform
+    out_proj [and the last of SwiGLU]   Xavier uniform / sqrt(L)
+    param_proj                          normal, std 0.02: the modulation begins near zero
+    its bias                            0 (so alpha = 0.5), but for dt: softplus^-1 of log-uniform [1e-3, 0.1]
+    omega                               geometric grid 0.1 ... 10 in each head, alternating sign
+    psi0                                circularly symmetric complex normal, used divided by its modulus
+    [A_log, D, dt_proj]                 [log(1..N), 1, weight uniform +-R^-1/2 and bias as dt above]
+    conv1d, norms                       PyTorch's own: uniform +-1/2; 1
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels import complex_scan, selective_scan
+
+MOS_COMPONENTS = 4  # softmaxes in head=mos
+
+
+@dataclass
+class HMambaConfig:
+    V: int = 256  # vocabulary
+    D: int = 128  # d_model
+    L: int = 4  # layers
+    H: int = 4  # heads
+    N: int = 16  # complex state width per head
+    conv: int = 4  # width of the causal convolution
+    field: str = "complex"  # complex | real: 2N real channels a head, each with its gate, no phase
+    gate: str = "sigmoid"  # sigmoid | none: alpha = 1, an exactly unitary transition
+    scan: str = "exact"  # exact | clamped: QS Algorithm 2 as printed
+    head: str = "softmax"  # softmax | mos: mixture of softmaxes | born: |<e_v|psi>|^2 over the vocabulary
+
+    def __post_init__(self):
+        _check_choices(self, field=("complex", "real"), gate=("sigmoid", "none"), scan=("exact", "clamped"))
+        if self.field == "real" and self.scan == "clamped":
+            raise ValueError("scan=clamped is defined for field=complex only")
+
+
+@dataclass
+class MambaConfig:
+    V: int = 256  # vocabulary
+    D: int = 128  # d_model
+    L: int = 4  # layers
+    N: int = 16  # real state width per channel
+    conv: int = 4  # width of the causal convolution
+    mlp: int = -1  # hidden width of the SwiGLU branch; 0: none; -1: matched to the H-Mamba of the same D, L, N and H heads
+    H: int = 4  # heads of that H-Mamba
+    init: str = "official"  # official | xavier: dt bias 0, no 1/sqrt(L), everything decayed
+    head: str = "softmax"  # softmax | mos | born
+
+    def __post_init__(self):
+        _check_choices(self, init=("official", "xavier"))
+
+
+def _check_choices(config, **choices):
+    choices["head"] = ("softmax", "mos", "born")
+    for key, known in choices.items():
+        if getattr(config, key) not in known:
+            raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
+    for key, value in vars(config).items():
+        if isinstance(value, int) and value < 1 and key != "mlp":
+            raise ValueError(f"{key}={value} must be at least 1")
+    if config.head == "born" and config.D % 2:
+        raise ValueError(f"head=born reads D/2 complex numbers, so D={config.D} must be even")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Blocks
+
+
+class CausalConv1d(nn.Conv1d):
+    """Depthwise convolution over time that sees the present and the K-1 inputs before it."""
+
+    def __init__(self, E, K):
+        super().__init__(E, E, K, groups=E)
+
+    def forward(self, u, tail):
+        """u (B, T, E), tail (B, K-1, E): the inputs before it. Returns the output (B, T, E) and the next tail."""
+        u = torch.cat((tail.to(u.dtype), u), 1)
+        # As a 2-D convolution the channels stay the fastest axis: half the time of conv1d on a CPU.
+        y = F.conv2d(u.transpose(1, 2).unsqueeze(2), self.weight.unsqueeze(2), self.bias, groups=self.groups)
+        return y.squeeze(2).transpose(1, 2), u[:, u.shape[1] - tail.shape[1] :].to(tail.dtype)
+
+
+class HMambaBlock(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        E, self.c = 2 * c.D, c
+        channels = c.H * c.N  # complex
+        # Widths of what param_proj emits, over all heads: 6N + 1 reals a head (QS 5.7) if complex and gated.
+        self.widths = {"b": 2 * channels, "C": 2 * channels}
+        if c.gate == "sigmoid":
+            self.widths["gate"] = channels if c.field == "complex" else 2 * channels
+        if c.field == "complex":
+            self.widths |= {"delta": channels, "dt": c.H}
+        self.norm = nn.RMSNorm(c.D, eps=1e-5)
+        self.in_proj = nn.Linear(c.D, 2 * E, bias=False)
+        self.conv1d = CausalConv1d(E, c.conv)
+        self.param_proj = nn.Linear(E, sum(self.widths.values()))
+        self.psi0 = nn.Parameter(torch.randn(c.H, c.N, 2) * 0.5**0.5)
+        if c.field == "complex":
+            sign = 1 - 2 * (torch.arange(c.N) % 2)
+            self.omega = nn.Parameter((sign * torch.logspace(-1, 1, c.N)).repeat(c.H, 1))
+        self.back_proj = nn.Linear(2 * channels, E, bias=False)
+        self.out_proj = nn.Linear(E, c.D, bias=False)
+
+        for proj in (self.in_proj, self.back_proj, self.out_proj):
+            nn.init.xavier_uniform_(proj.weight)
+        nn.init.normal_(self.param_proj.weight, std=0.02)
+        nn.init.zeros_(self.param_proj.bias)
+        if c.field == "complex":
+            # With a bias of 0, dt = softplus(0) = 0.69 would sit above the clamp at 0.1 and have no gradient.
+            _init_dt_bias(self.param_proj.bias.split(list(self.widths.values()))[-1])
+        with torch.no_grad():
+            self.out_proj.weight /= c.L**0.5
+
+    def init_state(self, batch_size):
+        """(tail of the convolution (B, conv-1, E), psi (B, H*N, 2))"""
+        psi0 = self.psi0.float()
+        psi0 = psi0 / psi0.norm(dim=-1, keepdim=True)  # QS 5.1: unit modulus, per coordinate
+        tail = self.conv1d.weight.new_zeros(batch_size, self.c.conv - 1, 2 * self.c.D)
+        return tail, psi0.flatten(0, 1).expand(batch_size, -1, -1)
+
+    def forward(self, x, state):
+        """x (B, T, D) -> the same, and the state after it."""
+        c, (tail, psi) = self.c, state
+        u, z = self.in_proj(self.norm(x)).chunk(2, -1)  # (B, T, E) each
+        u, tail = self.conv1d(u, tail)
+        params = self.param_proj(F.silu(u)).split(list(self.widths.values()), -1)
+        params = dict(zip(self.widths, (p.float() for p in params)))  # gates and angles in float32, also under autocast
+        b, C = params["b"], params["C"]
+        if c.gate == "sigmoid":
+            log_decay = F.logsigmoid(params["gate"])  # Algorithm 1, line 2: log alpha = log sigmoid(u)
+        else:
+            log_decay = b.new_zeros(*b.shape[:2], 1)
+        if c.field == "complex":
+            b, C = b.unflatten(-1, (-1, 2)), C.unflatten(-1, (-1, 2))  # (B, T, H*N, 2)
+            dt = F.softplus(params["dt"]).clamp(max=0.1).unsqueeze(-1)  # (B, T, H, 1), QS 5.7
+            phi = 0.5 * dt * (params["delta"].unflatten(-1, (c.H, c.N)) + self.omega.float())  # (B, T, H, N), QS 5.2
+            # Algorithm 1, line 1 and eq. 3: lambda = (1 + i phi) / (1 - i phi) has modulus 1 and this angle.
+            theta = (2 * phi.atan()).flatten(2)
+            psi, last = complex_scan(log_decay, theta, b, psi, method=c.scan)  # eq. 2, line 3 of Algorithm 1 inside
+            (C_re, C_im), (psi_re, psi_im) = C.unbind(-1), psi.unbind(-1)
+            y = torch.cat((C_re * psi_re + C_im * psi_im, C_re * psi_im - C_im * psi_re), -1)  # conj(C) psi, QS 5.5
+        else:
+            psi, last = complex_scan(log_decay, None, b, psi.flatten(1))  # 2N real channels a head
+            y, last = C * psi, last.unflatten(-1, (-1, 2))
+        y = self.back_proj(y.to(z.dtype))  # (B, T, 2*H*N) -> (B, T, E)
+        return x + self.out_proj(y * F.silu(z)), (tail, last)
+
+
+class MambaMixer(nn.Module):
+    """Mamba-1; parameter names as in the published implementations, so that a state dict moves between them."""
+
+    def __init__(self, c):
+        super().__init__()
+        E, self.c = 2 * c.D, c
+        self.rank = math.ceil(c.D / 16)
+        self.in_proj = nn.Linear(c.D, 2 * E, bias=False)
+        self.conv1d = CausalConv1d(E, c.conv)
+        self.x_proj = nn.Linear(E, self.rank + 2 * c.N, bias=False)
+        self.dt_proj = nn.Linear(self.rank, E)
+        self.A_log = nn.Parameter(torch.arange(1, c.N + 1).float().log().repeat(E, 1))
+        self.D = nn.Parameter(torch.ones(E))
+        self.out_proj = nn.Linear(E, c.D, bias=False)
+
+        for proj in (self.in_proj, self.x_proj, self.out_proj):
+            nn.init.xavier_uniform_(proj.weight)
+        if c.init == "official":
+            nn.init.uniform_(self.dt_proj.weight, -(self.rank**-0.5), self.rank**-0.5)
+            _init_dt_bias(self.dt_proj.bias)
+            with torch.no_grad():
+                self.out_proj.weight /= c.L**0.5
+        else:
+            nn.init.xavier_uniform_(self.dt_proj.weight)
+            nn.init.zeros_(self.dt_proj.bias)
+
+    def forward(self, x, state):
+        tail, h = state
+        u, z = self.in_proj(x).chunk(2, -1)  # (B, T, E) each
+        u, tail = self.conv1d(u, tail)
+        u = F.silu(u)
+        dt, B, C = self.x_proj(u).split((self.rank, self.c.N, self.c.N), -1)
+        dt = F.softplus(self.dt_proj(dt).float())  # (B, T, E)
+        y, h = selective_scan(u, dt, -self.A_log.float().exp(), B, C, h)
+        return self.out_proj((y + self.D * u) * F.silu(z)), (tail, h)
+
+
+class MambaBlock(nn.Module):
+    """The Mamba mixer, then the SwiGLU branch whose width matches the parameters of H-Mamba (QS 5.7)."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+        self.norm = nn.RMSNorm(c.D, eps=1e-5)
+        self.mixer = MambaMixer(c)
+        if c.mlp:
+            self.mlp_norm = nn.RMSNorm(c.D, eps=1e-5)
+            self.mlp_in = nn.Linear(c.D, 2 * c.mlp, bias=False)
+            self.mlp_out = nn.Linear(c.mlp, c.D, bias=False)
+            nn.init.xavier_uniform_(self.mlp_in.weight)
+            nn.init.xavier_uniform_(self.mlp_out.weight)
+            if c.init == "official":
+                with torch.no_grad():
+                    self.mlp_out.weight /= c.L**0.5
+
+    def init_state(self, batch_size):
+        """(tail of the convolution (B, conv-1, E), h (B, E, N))"""
+        A_log, c = self.mixer.A_log, self.c
+        return A_log.new_zeros(batch_size, c.conv - 1, 2 * c.D), A_log.new_zeros(batch_size, *A_log.shape)
+
+    def forward(self, x, state):
+        y, state = self.mixer(self.norm(x), state)
+        x = x + y
+        if self.c.mlp:
+            gate, value = self.mlp_in(self.mlp_norm(x)).chunk(2, -1)
+            x = x + self.mlp_out(F.silu(gate) * value)
+        return x, state
+
+
+def _init_dt_bias(bias):
+    """In place: softplus(bias) is log-uniform in [1e-3, 0.1]."""
+    dt = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(0.1)))
+    with torch.no_grad():
+        bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+class Readout(nn.Module):
+    """From the last hidden vector to scores over the vocabulary, tied to the embedding."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+        if c.head == "mos":  # mixture of softmaxes (Yang et al., arXiv 1711.03953), the control of QS 9.2
+            self.prior = nn.Linear(c.D, MOS_COMPONENTS, bias=False)
+            self.latent = nn.Linear(c.D, MOS_COMPONENTS * c.D, bias=False)
+
+    def forward(self, x, embedding):
+        """x (B, T, D), embedding (V, D) -> logits, or log-probabilities for mos and born; (B, T, V) float32."""
+        if self.c.head == "softmax":
+            return F.linear(x, embedding).float()
+        if self.c.head == "mos":
+            latent = self.latent(x).tanh().unflatten(-1, (MOS_COMPONENTS, -1))  # (B, T, K, D)
+            log_prior = self.prior(x).float().log_softmax(-1).unsqueeze(-1)
+            return torch.logsumexp(log_prior + F.linear(latent, embedding).float().log_softmax(-1), -2)
+        # Born rule, QS section 2: p_v = |<e_v|psi>|^2 / sum; psi and e_v are D/2 complex numbers.
+        (e_re, e_im), (x_re, x_im) = embedding.unflatten(-1, (-1, 2)).unbind(-1), x.unflatten(-1, (-1, 2)).unbind(-1)
+        re = F.linear(x_re, e_re) + F.linear(x_im, e_im)
+        im = F.linear(x_im, e_re) - F.linear(x_re, e_im)
+        p = re.float().square() + im.float().square()
+        return torch.log(p / p.sum(-1, keepdim=True).clamp(min=1e-30) + 1e-12).log_softmax(-1)  # 1e-12: finite at p = 0
+
+
+class HMamba(nn.Module):
+    """Byte-level language model with the complex substrate of QS."""
+
+    Config, Block = HMambaConfig, HMambaBlock
+    SIZES: ClassVar = {
+        "tiny": HMambaConfig(D=128, L=4, H=4),
+        "small": HMambaConfig(D=512, L=10, H=8),
+        "253m": HMambaConfig(D=1024, L=24, H=16),
+    }
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.checkpointing = False  # activation checkpointing per layer, while training
+        self.embedding = nn.Embedding(config.V, config.D)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.layers = nn.ModuleList(self.Block(config) for _ in range(config.L))
+        self.norm_f = nn.RMSNorm(config.D, eps=1e-5)
+        self.readout = Readout(config)
+
+    @property
+    def NO_DECAY(self):
+        """Parameters exempt from weight decay whatever their rank: the dynamics, as for Mamba's A_log."""
+        return ("omega", "psi0")
+
+    def init_state(self, batch_size):
+        """The state before the first token: one tuple a layer. Its size does not depend on the sequence."""
+        return [layer.init_state(batch_size) for layer in self.layers]
+
+    def forward(self, idx, targets=None, state=None):
+        """
+        Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
+        Returns: logits (B, T, V) float32; loss, the mean in nats per token, or None; state after the last token.
+        """
+        state = self.init_state(idx.shape[0]) if state is None else state
+        x, new_state = self.embedding(idx), []
+        for layer, layer_state in zip(self.layers, state):
+            if self.checkpointing and self.training:
+                x, layer_state = checkpoint(layer, x, layer_state, use_reentrant=False)
+            else:
+                x, layer_state = layer(x, layer_state)
+            new_state.append(layer_state)
+        logits = self.readout(self.norm_f(x), self.embedding.weight)
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss, new_state
+
+    def step(self, idx_t, state):
+        """One token: idx_t (B,) -> logits (B, V) and the next state, in time and memory that do not grow."""
+        logits, _, state = self(idx_t.unsqueeze(1), state=state)
+        return logits[:, 0], state
+
+    def num_params(self):
+        """Parameters by component; "total" is their sum."""
+        counts = {}
+        for name, p in self.named_parameters():
+            parts = [part for part in name.split(".") if not part.isdigit() and part not in ("layers", "weight", "bias")]
+            counts[".".join(parts)] = counts.get(".".join(parts), 0) + p.numel()
+        return counts | {"total": sum(counts.values())}
+
+    def mixing_flops(self):
+        """Forward flops of the recurrence per token: 8 for a complex multiply-add, 6 for conj(C) psi, 2 and 1 if real."""
+        c = self.config
+        return c.L * c.H * c.N * (14 if c.field == "complex" else 6)
+
+    def flops_per_token(self):
+        """Forward and backward flops a token: 6 per matrix parameter, the tied head included, and the recurrence.
+        Recomputation under activation checkpointing is not counted."""
+        return 6 * sum(p.numel() for p in self.parameters() if p.dim() == 2) + 3 * self.mixing_flops()
+
+
+class Mamba(HMamba):
+    """Mamba-1 with a SwiGLU branch that matches the parameters of H-Mamba."""
+
+    Config, Block = MambaConfig, MambaBlock
+    SIZES: ClassVar = {
+        "tiny": MambaConfig(D=128, L=4, H=4),
+        "small": MambaConfig(D=512, L=10, H=8),
+        "253m": MambaConfig(D=1024, L=24, H=16),
+    }
+
+    def __init__(self, config):
+        super().__init__(replace(config, mlp=matched_width(config)) if config.mlp < 0 else config)
+
+    @property
+    def NO_DECAY(self):
+        return ("A_log", "D") if self.config.init == "official" else ()
+
+    def mixing_flops(self):
+        """Forward flops of the recurrence per token: exp(dt A), the update and C . h, 7 per state element."""
+        c = self.config
+        return c.L * 2 * c.D * c.N * 7
+
+
+def matched_width(config):
+    """Hidden width of the SwiGLU branch that brings Mamba nearest to the H-Mamba of the same D, L, N and H heads."""
+    with torch.device("meta"):  # counts only: nothing is allocated
+        complex_block = HMambaBlock(HMambaConfig(D=config.D, L=config.L, H=config.H, N=config.N, conv=config.conv))
+        real_block = MambaBlock(replace(config, mlp=0))
+    surplus = sum(p.numel() for p in complex_block.parameters()) - sum(p.numel() for p in real_block.parameters())
+    return max(0, round((surplus - config.D) / (3 * config.D)))  # one more norm, three matrices
+
+
+MODELS = {"hmamba": HMamba, "mamba": Mamba}
+
+if __name__ == "__main__":
+    for name, model_class in MODELS.items():
+        torch.manual_seed(0)
+        model = model_class(model_class.SIZES["tiny"])
+        idx = torch.randint(256, (2, 65))
+        logits, loss, _ = model(idx[:, :-1], idx[:, 1:])
+        state = model.init_state(2)
+        for t in range(64):
+            logits_t, state = model.step(idx[:, t], state)
+        print(
+            f"{name}: {model.num_params()['total']:,} parameters, untrained loss {loss:.3f} (ln 256 = {math.log(256):.3f}), "
+            f"step against full pass {(logits_t - logits[:, -1]).abs().max():.1e}"
+        )

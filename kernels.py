@@ -1,0 +1,440 @@
+"""The recurrences of every model: a float64 reference, a fast torch path and one public function for each.
+
+Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), eqs. 2-4
+and Algorithm 2; "Mamba" (Gu and Dao, arXiv 2312.00752), Algorithm 2 and section 3.3.
+
+    complex_scan     h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t              used by H-Mamba
+    selective_scan   h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t    used by Mamba
+
+Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)   E d_inner   N state width
+    log_decay (B, T, C)     log|a_t|, QS eq. 2            theta (B, T, C)   arg a_t in radians, QS eq. 3
+    b         (B, T, C, 2)  complex input, QS eq. 2       h     (B, T, C, 2) complex state psi_t, QS eq. 2
+Complex numbers are real pairs: the last axis holds (re, im).
+
+Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
+(float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs.
+The torch paths are registered as custom operators, so that torch.compile, autocast, activation checkpointing and DDP
+see one opaque node each. `python kernels.py` checks them on the present device.
+"""
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
+
+
+def _compute_dtype(*tensors):
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _expect_shape(name, x, *shapes):
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, shapes))}")
+
+
+def _expect_one_of(name, value, *known):
+    if value not in known:
+        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                                (QS eq. 2)
+# The adjoint runs backwards in time. With g_t = dL/dh_t + conj(a_{t+1}) g_{t+1} and z_t = a_t h_{t-1}:
+#     dL/db_t = g_t     dL/dlog_decay_t = Re(conj(z_t) g_t)     dL/dtheta_t = Im(conj(z_t) g_t)     dL/dh0 = conj(a_1) g_1
+
+
+def complex_scan_reference(log_decay, theta, b, h0=None):
+    """The recurrence as written, step by step in complex128 (float64 if theta is None). The oracle of the tests."""
+    log_decay, b = log_decay.double(), b.double()
+    if theta is None:
+        a, h = log_decay.exp(), torch.zeros_like(b[:, 0]) if h0 is None else h0.double()
+    else:
+        a = torch.exp(torch.complex(log_decay.expand(theta.shape), theta.double()))
+        b = torch.view_as_complex(b.contiguous())
+        h = torch.zeros_like(b[:, 0]) if h0 is None else torch.view_as_complex(h0.double().contiguous())
+    states = []
+    for a_t, b_t in zip(a.unbind(1), b.unbind(1)):
+        h = a_t * h + b_t  # QS eq. 2, with the current input included as in Algorithm 2
+        states.append(h)
+    h_all = torch.stack(states, 1)
+    return (h_all, h) if theta is None else (torch.view_as_real(h_all), torch.view_as_real(h))
+
+
+def complex_scan_clamped(log_decay, theta, b, h0=None):
+    """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see README, errata."""
+    dtype = _compute_dtype(log_decay, b)
+    log_decay, theta, b = log_decay.to(dtype).expand(theta.shape), theta.to(dtype), b.to(dtype)
+    x = torch.zeros_like(b[:, 0]) if h0 is None else h0.to(dtype)  # (B, C, 2)
+    chunks = []
+    for ld, th, b_chunk in zip(*(t.split(CLAMPED_CHUNK, dim=1) for t in (log_decay, theta, b))):
+        ell = ld.cumsum(1).clamp(-30, 0)  # line 1
+        angle = th.cumsum(1)
+        P = _polar(ell.exp(), angle)  # line 2
+        P_inverse = _polar((-ell).exp(), -angle)
+        chunks.append(_complex_mul(P, x.unsqueeze(1) + _complex_mul(b_chunk, P_inverse).cumsum(1)))  # line 3, QS eq. 4
+        x = chunks[-1][:, -1]
+    return torch.cat(chunks, 1), x
+
+
+def _polar(modulus, angle):
+    return torch.stack((modulus * angle.cos(), modulus * angle.sin()), -1)
+
+
+def _complex_mul(x, y):
+    (x_re, x_im), (y_re, y_im) = x.unbind(-1), y.unbind(-1)
+    return torch.stack((x_re * y_re - x_im * y_im, x_re * y_im + x_im * y_re), -1)
+
+
+def _step(a, h, b):
+    """a h + b for lists of planes: [re, im], or [re] alone where everything is real."""
+    re = torch.addcmul(b[0], a[0], h[0])
+    if len(a) == 1:
+        return [re]
+    return [re.addcmul_(a[1], h[1], value=-1), torch.addcmul(b[1], a[0], h[1]).addcmul_(a[1], h[0])]
+
+
+def _scan(a, b, h0, reverse=False):
+    """h_t = a_t h_{t-1} + b_t on lists of planes (B, T, C); h0 planes (B, C). Returns planes (B, T, C).
+
+    Time is cut into K chunks that advance together, L steps each: a first pass finds each chunk's end state and the
+    product of its a_t, K steps carry the states from chunk to chunk, and a second pass writes the trajectory. Exact:
+    only products of a_t occur, never a quotient. With `reverse`, time runs from the end to the start.
+    """
+    B, T, C = b[0].shape
+    # On a CPU one step should fill the cache but not leave it; elsewhere few large launches win.
+    K = max(1, min(T // 8, 4096 // (B * C))) if b[0].device.type == "cpu" else max(1, int(T**0.5))
+    L = -(-T // K)
+
+    def time_major(x, identity):  # (B, T, C) -> L steps of (K, B, C), padded with a = 1, b = 0
+        x = F.pad(x, (0, 0, 0, K * L - T), value=identity)
+        steps = x.view(B, K, L, C).permute(2, 1, 0, 3).contiguous()
+        return steps, steps.unbind(0)[::-1] if reverse else steps.unbind(0)
+
+    a = list(zip(*(time_major(x, 1.0 if i == 0 else 0.0)[1] for i, x in enumerate(a))))  # L tuples of planes
+    buffers, b = zip(*(time_major(x, 0.0) for x in b))
+    b = list(zip(*b))
+    h = [x.unsqueeze(0) for x in h0]
+    if K > 1:
+        end, product = list(b[0]), list(a[0])
+        zero = [torch.zeros_like(x) for x in product]
+        for a_t, b_t in zip(a[1:], b[1:]):
+            end, product = _step(a_t, end, b_t), _step(a_t, product, zero)
+        end, product = (list(zip(*(x.unbind(0)[::-1] if reverse else x.unbind(0) for x in y))) for y in (end, product))
+        starts = [list(h0)]
+        for k in range(K - 1):
+            starts.append(_step(product[k], starts[-1], end[k]))
+        h = [torch.stack(x[::-1] if reverse else x) for x in zip(*starts)]
+    for a_t, b_t in zip(a, b):  # b becomes the trajectory
+        b_t[0].addcmul_(a_t[0], h[0])
+        if len(b_t) == 2:
+            b_t[0].addcmul_(a_t[1], h[1], value=-1)
+            b_t[1].addcmul_(a_t[0], h[1]).addcmul_(a_t[1], h[0])
+        h = b_t
+    return [x.permute(2, 1, 0, 3).reshape(B, K * L, C)[:, :T] for x in buffers]
+
+
+def _transition(log_decay, theta):
+    modulus = log_decay.exp()
+    return [modulus] if theta is None else [modulus * theta.cos(), modulus * theta.sin()]
+
+
+def _planes(x, theta):
+    return [x] if theta is None else list(x.unbind(-1))
+
+
+def _pairs(planes):
+    return planes[0].contiguous() if len(planes) == 1 else torch.stack(planes, -1)
+
+
+@torch.library.custom_op("nanohilbert::complex_scan", mutates_args=())
+def _complex_scan(log_decay: Tensor, theta: Tensor | None, b: Tensor, h0: Tensor) -> Tensor:
+    return _pairs(_scan(_transition(log_decay, theta), _planes(b, theta), _planes(h0, theta)))
+
+
+@torch.library.custom_op("nanohilbert::complex_scan_backward", mutates_args=())
+def _complex_scan_backward(
+    grad: Tensor, log_decay: Tensor, theta: Tensor | None, h: Tensor, h0: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = _transition(log_decay, theta)
+    conj_next = [F.pad(x[:, 1:], (0, 0, 0, 1)) for x in a]  # conj(a_{t+1}); nothing follows the last step
+    conj_next[1:] = [-x for x in conj_next[1:]]
+    zero = [torch.zeros_like(x) for x in _planes(h0, theta)]
+    g = _scan(conj_next, _planes(grad, theta), zero, reverse=True)
+    previous = _planes(torch.cat((h0.unsqueeze(1), h[:, :-1]), 1), theta)  # h_{t-1}
+    if theta is None:
+        return g[0] * a[0] * previous[0], g[0].new_empty(0), g[0].contiguous(), a[0][:, 0] * g[0][:, 0]
+    z = [a[0] * previous[0] - a[1] * previous[1], a[0] * previous[1] + a[1] * previous[0]]  # a_t h_{t-1}
+    grad_log_decay = z[0] * g[0] + z[1] * g[1]
+    grad_theta = z[0] * g[1] - z[1] * g[0]
+    first, g_first = [x[:, 0] for x in a], [x[:, 0] for x in g]
+    grad_h0 = [first[0] * g_first[0] + first[1] * g_first[1], first[0] * g_first[1] - first[1] * g_first[0]]
+    return grad_log_decay, grad_theta, _pairs(g), _pairs(grad_h0)
+
+
+@_complex_scan.register_fake
+def _(log_decay, theta, b, h0):
+    return torch.empty_like(b, memory_format=torch.contiguous_format)
+
+
+@_complex_scan_backward.register_fake
+def _(grad, log_decay, theta, h, h0):
+    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (log_decay, h, h0)]
+    return like[0], torch.empty_like(like[0]) if theta is not None else h.new_empty(0), like[1], like[2]
+
+
+def _complex_scan_setup(ctx, inputs, output):
+    log_decay, theta, _, h0 = inputs
+    ctx.save_for_backward(log_decay, theta, output, h0)
+
+
+def _complex_scan_vjp(ctx, grad):
+    log_decay, theta, h, h0 = ctx.saved_tensors
+    grad_log_decay, grad_theta, grad_b, grad_h0 = _complex_scan_backward(grad, log_decay, theta, h, h0)
+    return grad_log_decay, None if theta is None else grad_theta, grad_b, grad_h0
+
+
+_complex_scan.register_autograd(_complex_scan_vjp, setup_context=_complex_scan_setup)
+
+
+def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
+    """Complex (or real) diagonal linear recurrence h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t, QS eq. 2.
+
+    Args:
+        log_decay: (B, T, C) or (B, T, 1), log-modulus of the transition, usually <= 0.
+        theta: (B, T, C), its angle in radians; None for a real recurrence.
+        b: (B, T, C, 2) input, or (B, T, C) if theta is None.
+        h0: (B, C, 2) or (B, C) state before the first step; None is zero.
+        method: "exact", or "clamped" for QS Algorithm 2 as printed (chunks of 64, log-decay clamped at -30).
+        backend: None picks; "torch" or "reference" (float64 loop) forces one.
+    Any float dtype and strides.
+
+    Returns:
+        (h, hT): every state, in b's shape, and the last one; float32 (float64 if log_decay or b is).
+    Raises:
+        ValueError: shapes that do not fit, T = 0, an unknown method or backend.
+    """
+    _expect_one_of("method", method, "exact", "clamped")
+    _expect_one_of("backend", backend, None, "torch", "reference")
+    if log_decay.dim() != 3 or log_decay.shape[1] == 0:
+        raise ValueError(f"log_decay must be (B, T, C) with T > 0, not {tuple(log_decay.shape)}")
+    B, T = log_decay.shape[:2]
+    C = (b if theta is None else theta).shape[-1]
+    _expect_shape("log_decay", log_decay, (B, T, C), (B, T, 1))
+    _expect_shape("b", b, (B, T, C) if theta is None else (B, T, C, 2))
+    if theta is not None:
+        _expect_shape("theta", theta, (B, T, C))
+    if h0 is not None:
+        _expect_shape("h0", h0, (B, C) if theta is None else (B, C, 2))
+    if method == "clamped":
+        if theta is None:
+            raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
+        return complex_scan_clamped(log_decay, theta, b, h0)
+    if backend == "reference":
+        return complex_scan_reference(log_decay, theta, b, h0)
+    dtype = _compute_dtype(log_decay, b)
+    h0 = torch.zeros_like(b[:, 0], dtype=dtype) if h0 is None else h0.to(dtype)
+    theta = None if theta is None else theta.to(dtype)
+    h = _complex_scan(log_decay.to(dtype).expand(B, T, C), theta, b.to(dtype), h0)
+    return h, h[:, -1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# selective_scan: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t                      (Mamba, Algorithm 2)
+# The adjoint: g_t = dL/dy_t C_t + exp(dt_{t+1} A) g_{t+1}, and with x_t = dt_t u_t, w_t = g_t exp(dt_t A) h_{t-1}:
+#     dL/dC_t = sum_E dL/dy_t h_t    dL/dB_t = sum_E x_t g_t    dL/dx_t = g_t . B_t    dL/ddt_t = w_t . A + u_t dL/dx_t
+#     dL/dA = sum_{B,T} dt_t w_t     dL/dh0 = exp(dt_1 A) g_1
+
+SELECTIVE_CHUNK = 16  # steps between stored states: the backward recomputes h inside each chunk
+
+
+def selective_scan_reference(u, dt, A, B, C, h0=None):
+    """The recurrence as written, step by step in float64. The oracle of the tests."""
+    u, dt, A, B, C = (x.double() for x in (u, dt, A, B, C))
+    h = u.new_zeros(u.shape[0], *A.shape) if h0 is None else h0.double()
+    ys = []
+    for u_t, dt_t, B_t, C_t in zip(*(x.unbind(1) for x in (u, dt, B, C))):
+        h = torch.exp(dt_t.unsqueeze(-1) * A) * h + (dt_t * u_t).unsqueeze(-1) * B_t.unsqueeze(1)  # (B, E, N)
+        ys.append((h * C_t.unsqueeze(1)).sum(-1))
+    return torch.stack(ys, 1), h
+
+
+def _row_groups(u, A):
+    """Batch rows worked on together: on a CPU as many as keep one chunk of states in cache, elsewhere all of them."""
+    rows = max(1, 2**17 // (SELECTIVE_CHUNK * A.numel())) if u.device.type == "cpu" else u.shape[0]
+    return [slice(r, r + rows) for r in range(0, u.shape[0], rows)]
+
+
+def _chunk_slices(T):
+    return [slice(t, t + SELECTIVE_CHUNK) for t in range(0, T, SELECTIVE_CHUNK)]
+
+
+def _chunk_states(u, dt, A, B, h):
+    """States of one chunk from the state before it. u, dt (L, B, E), B (L, B, N), h (B, E, N).
+
+    Returns exp(dt A) and the states, both (L, B, E, N)."""
+    decay = (dt.unsqueeze(-1) * A).exp_()
+    states = (dt * u).unsqueeze(-1) * B.unsqueeze(-2)
+    for decay_t, state_t in zip(decay.unbind(0), states.unbind(0)):
+        h = state_t.addcmul_(decay_t, h)
+    return decay, states
+
+
+@torch.library.custom_op("nanohilbert::selective_scan", mutates_args=())
+def _selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    chunks = _chunk_slices(u.shape[1])
+    y, hT, starts = torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(h0), h0.new_empty(len(chunks), *h0.shape)
+    for rows in _row_groups(u, A):
+        u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (u, dt, B, C))  # time-major
+        h = h0[rows]
+        for start, s in zip(starts, chunks):
+            start[rows] = h
+            _, states = _chunk_states(u_r[s], dt_r[s], A, B_r[s], h)
+            h = states[-1].clone()
+            y[rows, s] = states.mul_(C_r[s].unsqueeze(-2)).sum(-1).transpose(0, 1)
+        hT[rows] = h
+    return y, hT, starts
+
+
+@torch.library.custom_op("nanohilbert::selective_scan_backward", mutates_args=())
+def _selective_scan_backward(
+    grad_y: Tensor, grad_hT: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, dt, B, C)]
+    grad_A, grad_h0 = torch.zeros_like(A, memory_format=torch.contiguous_format), torch.empty_like(starts[0])
+    chunks = _chunk_slices(u.shape[1])
+    for rows in _row_groups(u, A):
+        gy_r, u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (grad_y, u, dt, B, C))
+        g = grad_hT[rows]  # what flows back into the last state of the chunk
+        for start, s in reversed(list(zip(starts, chunks))):
+            gy, u_s, dt_s, B_s = gy_r[s], u_r[s], dt_r[s], B_r[s]
+            x, h = dt_s * u_s, start[rows]
+            decay, states = _chunk_states(u_s, dt_s, A, B_s, h)
+            grad_C = torch.matmul(gy.unsqueeze(-2), states).squeeze(-2)
+            adjoint = gy.unsqueeze(-1) * C_r[s].unsqueeze(-2)  # (L, B, E, N)
+            adjoint[-1] += g
+            for t in range(len(adjoint) - 1, 0, -1):
+                adjoint[t - 1].addcmul_(decay[t], adjoint[t])
+            g = decay[0] * adjoint[0]
+            grad_B = torch.matmul(x.unsqueeze(-2), adjoint).squeeze(-2)
+            grad_x = (adjoint * B_s.unsqueeze(-2)).sum(-1)
+            w = adjoint.mul_(decay)
+            w[0] *= h
+            w[1:] *= states[:-1]
+            grad_dt = (w * A).sum(-1).addcmul_(grad_x, u_s)
+            grad_A += w.mul_(dt_s.unsqueeze(-1)).sum((0, 1))
+            for out, value in zip(grads, (grad_x * dt_s, grad_dt, grad_B, grad_C)):
+                out[rows, s] = value.transpose(0, 1)
+        grad_h0[rows] = g
+    grad_u, grad_dt, grad_B, grad_C = grads
+    return grad_u, grad_dt, grad_A, grad_B, grad_C, grad_h0
+
+
+@_selective_scan.register_fake
+def _(u, dt, A, B, C, h0):
+    starts = h0.new_empty(len(_chunk_slices(u.shape[1])), *h0.shape)
+    return torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(h0), starts
+
+
+@_selective_scan_backward.register_fake
+def _(grad_y, grad_hT, u, dt, A, B, C, starts):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, dt, A, B, C, starts[0]))
+
+
+def _selective_scan_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:5], output[2])
+
+
+def _selective_scan_vjp(ctx, grad_y, grad_hT, _):
+    return _selective_scan_backward(grad_y, grad_hT, *ctx.saved_tensors)
+
+
+_selective_scan.register_autograd(_selective_scan_vjp, setup_context=_selective_scan_setup)
+
+
+def selective_scan(u, dt, A, B, C, h0=None, backend=None):
+    """Mamba's selective state-space recurrence: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t, y_t = C_t . h_t.
+
+    Args:
+        u: (B, T, E) input.          dt: (B, T, E) step size, after softplus.
+        A: (E, N) real, negative.    B, C: (B, T, N) input and output projections.
+        h0: (B, E, N) state before the first step; None is zero.
+        backend: None picks; "torch" or "reference" (float64 loop) forces one.
+    Any float dtype and strides.
+
+    Returns:
+        (y, hT): y (B, T, E) in u's dtype, without the skip D u; hT (B, E, N) in float32 (float64 if u or A is).
+    Raises:
+        ValueError: shapes that do not fit, T = 0, an unknown backend.
+    """
+    _expect_one_of("backend", backend, None, "torch", "reference")
+    if u.dim() != 3 or u.shape[1] == 0 or A.dim() != 2:
+        raise ValueError(f"u must be (B, T, E) with T > 0 and A (E, N), not {tuple(u.shape)} and {tuple(A.shape)}")
+    (batch, T, E), N = u.shape, A.shape[1]
+    for name, x, shape in (("dt", dt, (batch, T, E)), ("A", A, (E, N)), ("B", B, (batch, T, N)), ("C", C, (batch, T, N))):
+        _expect_shape(name, x, shape)
+    if h0 is not None:
+        _expect_shape("h0", h0, (batch, E, N))
+    if backend == "reference":
+        return selective_scan_reference(u, dt, A, B, C, h0)
+    dtype = _compute_dtype(u, A)
+    h0 = u.new_zeros(batch, E, N, dtype=dtype) if h0 is None else h0.to(dtype)
+    y, hT, _ = _selective_scan(*(x.to(dtype) for x in (u, dt, A, B, C)), h0)
+    return y.to(u.dtype), hT
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# python kernels.py
+
+
+def check_cases():
+    """One case per operation: (name, public function, leaf inputs in float64, non-leaf arguments)."""
+    g = torch.Generator().manual_seed(0)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    B, T, C, E, N = 2, 257, 48, 40, 16
+    decay = -F.softplus(rand(B, T, C))
+    A = -torch.arange(1, N + 1).double().repeat(E, 1)
+    scan = (F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N))
+    return [
+        ("complex_scan", complex_scan, (decay, 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)), {}),
+        ("complex_scan, unit modulus", complex_scan, (decay * 0, 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)), {}),
+        ("complex_scan, real", lambda a, b, h0, **k: complex_scan(a, None, b, h0, **k), (decay, rand(B, T, C), rand(B, C)), {}),
+        ("selective_scan", selective_scan, (rand(B, T, E), *scan), {}),
+    ]
+
+
+def main():
+    """Checks every operation on the present device against the float64 reference; exits with 1 if one is off."""
+    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name() if device == 'cuda' else device}")
+    print(f"{'operation':28}{'output':>10}{'gradients':>11}{'ms':>9}   largest error / largest value; forward + backward")
+    failed = False
+    for name, function, inputs, kwargs in check_cases():
+        results = {}
+        for backend, place, dtype in (("reference", "cpu", torch.float64), ("torch", device, torch.float32)):
+            leaves = [x.to(place, dtype).requires_grad_() for x in inputs]
+            for _ in range(2):  # the first run warms up
+                start = time.perf_counter()
+                outputs = function(*leaves, backend=backend, **kwargs)
+                weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(x) for x in outputs]
+                grads = torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, outputs)), leaves)
+                grads = [x.double().cpu() for x in grads]
+                elapsed = 1e3 * (time.perf_counter() - start)
+            results[backend] = [x.detach().double().cpu() for x in outputs], grads
+        errors = [
+            max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(results["torch"][i], results["reference"][i]))
+            for i in (0, 1)
+        ]
+        bad = not max(errors) < 2e-4
+        failed |= bad
+        print(f"{name:28}{errors[0]:10.1e}{errors[1]:11.1e}{elapsed:9.1f}{'   FAILED' if bad else ''}")
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Reads the logs of train.py: steps to a target loss, their ratios, learning curves.
+
+    python report.py runs/hmamba-stdlib-tiny-s1 runs/mamba-stdlib-tiny-s1 --out curves.png
+
+Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section
+8.1 and tables 5-6. bpc, bits per character, is the loss in nats per byte divided by ln 2.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from data import InputError, Parser, command_line
+
+TARGETS = (3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
+
+
+def read_log(path):
+    """Events of a run, in order. `path` is a log.jsonl or its run folder. Raises InputError if it holds no header.
+
+    A last line that a kill cut short is left out."""
+    path = Path(path)
+    path = path / "log.jsonl" if path.is_dir() else path
+    events = []
+    try:
+        for line in path.read_text().splitlines():
+            events.append(json.loads(line))
+    except OSError as e:
+        raise InputError(f"cannot read the log {path}: {e.strerror}") from None
+    except ValueError:  # not JSON, or not text: what was read before it counts
+        pass
+    if not events or not isinstance(events[0], dict) or events[0].get("event") != "header":
+        raise InputError(f"{path} is not a log of train.py: its first line is no header")
+    return events
+
+
+def val_curve(events):
+    """(steps, bpc) of the evaluations on the fixed validation windows."""
+    points = [(e["step"], e["val_loss"] / math.log(2)) for e in events if e["event"] == "val" and e["split"] == "val"]
+    return [s for s, _ in points], [loss for _, loss in points]
+
+
+def steps_to_target(steps, losses, target):
+    """The step at which the loss first attains `target`: linear interpolation between the evaluations that bracket it
+    (QS 8.1). None if it never does."""
+    for i, loss in enumerate(losses):
+        if loss <= target:
+            if i == 0:
+                return float(steps[0])
+            share = (losses[i - 1] - target) / (losses[i - 1] - loss)
+            return steps[i - 1] + share * (steps[i] - steps[i - 1])
+    return None
+
+
+def targets_table(logs):
+    """Markdown table of steps to each target (QS table 6), and the ratio to the first model (QS table 5).
+
+    `logs` is a list of event lists. The ratio is formed between runs of equal data, size and seed: this model's steps divided
+    by the first model's, so that with `--model hmamba,mamba` 3.0 means that Mamba needs three times as many."""
+    first, rows = {}, []
+    for events in logs:
+        settings = events[0]["settings"]
+        key = tuple(settings[k] for k in ("data", "size", "seeds"))
+        found = [steps_to_target(*val_curve(events), target) for target in TARGETS]
+        reference = first.setdefault(key, found)
+        cells = ["-" if x is None else f"{x:.0f}" + (f" ({x / r:.2f}x)" if r else "") for x, r in zip(found, reference)]
+        rows.append([settings["model"], *key, *cells])
+    head = ["model", "data", "size", "seed", *(f"{t} bpc" for t in TARGETS)]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def plot_curves(logs, out):
+    """Validation bpc against the optimization step, one line a run (QS figure 4), written to the PNG `out`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(6, 4), dpi=150)
+    models = list(dict.fromkeys(events[0]["settings"]["model"] for events in logs))
+    seen = set()
+    for events in logs:
+        settings = events[0]["settings"]
+        model = settings["model"]
+        steps, bpc = val_curve(events)
+        label = None if model in seen else f"{model} ({events[0]['params']['total'] / 1e6:.2f}M)"
+        seen.add(model)
+        ax.plot(steps, bpc, color=f"C{models.index(model)}", label=label, lw=1.5)
+    ax.set(xlabel="optimization step", ylabel="validation bits per character")
+    ax.set_title(" / ".join(dict.fromkeys(f"{e[0]['settings']['data']}, {e[0]['settings']['size']}" for e in logs)), fontsize=10)
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(out)
+    plt.close(fig)
+
+
+def main():
+    parser = Parser(description=__doc__)
+    parser.add_argument("runs", nargs="+", help="run folders or log.jsonl files")
+    parser.add_argument("--out", help="also draw the learning curves into this PNG")
+    args = parser.parse_args()
+    logs = [read_log(run) for run in args.runs]
+    print(targets_table(logs))
+    if args.out:
+        plot_curves(logs, args.out)
+        print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    command_line(main)

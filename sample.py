@@ -1,0 +1,208 @@
+"""Generates text from a checkpoint, token by token, with a state whose size does not grow.
+
+    python sample.py                                    the newest run in runs/
+    python sample.py runs/hmamba-stdlib-tiny-s1 --prompt "def main(" --temperature 0.7 --length 1000
+
+Also the home of MODELS, of model specs ("hmamba:N=4") and of the one checkpoint loader, `load`.
+"""
+
+import codecs
+import json
+import os
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+import hmamba
+from data import InputError, Parser, command_line
+
+MODELS = hmamba.MODELS
+FORMAT = "nanohilbert-1"  # of checkpoints
+PREFILL = 4096  # prompt tokens read in one pass
+
+
+def parse_spec(spec, size, vocab_size):
+    """Model spec and size -> (model class, config). A spec is NAME or NAME:key=value:key=value, keys are Config fields.
+
+    Raises InputError for an unknown name, size or key, and for a value that the model refuses."""
+    name, *pairs = spec.split(":")
+    if name not in MODELS:
+        raise InputError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    model_class = MODELS[name]
+    if size not in model_class.SIZES:
+        raise InputError(f"{name} has no size {size!r}; known: {', '.join(model_class.SIZES)}")
+    types = {f.name: f.type for f in fields(model_class.Config) if f.name != "V"}  # V comes from the data
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if key not in types or not equals:
+            raise InputError(f"{name} has no setting {pair!r}; known: {', '.join(f'{k}=' for k in types)}")
+        try:
+            values[key] = types[key](value)
+        except ValueError:
+            raise InputError(f"{name}: {key}={value} is not {types[key].__name__}") from None
+    try:
+        return model_class, replace(model_class.SIZES[size], V=vocab_size, **values)
+    except ValueError as e:
+        raise InputError(f"{name}: {e}") from None
+
+
+def pick_device(name):
+    """torch.device for "auto", "cpu", "cuda", "cuda:1" or "mps". Raises InputError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"unknown device {name!r}: auto, cpu, cuda, cuda:N or mps") from None
+    there = {"cpu": True, "mps": torch.backends.mps.is_available()}
+    there["cuda"] = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    if not there.get(device.type):
+        raise InputError(f"no {name} device is available to PyTorch here; use --device cpu (or auto)")
+    return device
+
+
+def read_checkpoint(path, names=("best.pt", "last.pt")):
+    """The dict that train.py saved, on the CPU, with "meta" decoded. `path` is a file, or a run folder: there the first of
+    `names` that exists. Raises InputError for anything that is not a whole checkpoint of ours."""
+    path = Path(path)
+    if path.is_dir():
+        found = [path / name for name in names if (path / name).exists()]
+        if not found:
+            raise InputError(f"no checkpoint in {path} (looked for {', '.join(names)})")
+        path = found[0]
+    if not path.is_file():
+        raise InputError(f"no checkpoint {path}: give a run folder or a .pt file")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # noqa: BLE001  torch raises many kinds for what is cut short or no checkpoint
+        raise InputError(f"{path} is not a readable checkpoint: cut short, or of other origin ({type(e).__name__})") from None
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise InputError(f"{path} is a checkpoint of other origin: its format is not {FORMAT}")
+    return checkpoint | {"meta": json.loads(checkpoint["meta"]), "path": str(path)}
+
+
+def build(checkpoint):
+    """The model of a checkpoint from read_checkpoint, with its weights, on the CPU. Raises InputError if they do not fit."""
+    meta = checkpoint["meta"]
+    try:
+        model_class = MODELS[meta["spec"].split(":")[0]]
+        model = model_class(model_class.Config(**meta["config"]))
+        model.load_state_dict(checkpoint["model"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as e:
+        message = str(e).splitlines()[0]
+        raise InputError(f"{checkpoint['path']} does not fit this version of the models: {message}") from None
+    return model
+
+
+def load(path, device="cpu"):
+    """(model in eval mode, meta) from a checkpoint file or run folder (best.pt before last.pt).
+
+    meta: spec, size, config, data (name, size, sha256), settings. Raises InputError."""
+    checkpoint = read_checkpoint(path)
+    return build(checkpoint).to(device).eval(), checkpoint["meta"]
+
+
+def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
+    """Scores (V,) of one step -> log-weights (V,) to sample from. `seen` (n,) holds the distinct tokens so far."""
+    if repetition_penalty != 1:  # Keskar et al., arXiv 1909.05858, section 4.1
+        chosen = logits[seen]
+        logits = logits.index_put((seen,), torch.where(chosen > 0, chosen / repetition_penalty, chosen * repetition_penalty))
+    if temperature == 0:
+        return torch.full_like(logits, -torch.inf).index_fill(0, logits.argmax(), 0.0)
+    logits = logits / temperature
+    if 0 < top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    if top_p < 1:  # the smallest set of tokens that holds top_p of the probability
+        p, order = logits.softmax(-1).sort(descending=True, stable=True)
+        logits = logits.index_fill(0, order[p.cumsum(-1) - p >= top_p], -torch.inf)
+    return logits
+
+
+@torch.no_grad()
+def generate(model, prompt, length, temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0, seed=1):
+    """Yields `length` tokens that continue `prompt`, a non-empty list of tokens. temperature 0 takes the likeliest.
+
+    The random numbers are the CPU's, so that a seed gives the same draws on every device."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    seen, state = set(prompt), model.init_state(1)
+    for chunk in torch.tensor([prompt], device=device).split(PREFILL, dim=1):
+        logits, _, state = model(chunk, state=state)
+    logits = logits[:, -1]
+    for i in range(length):
+        distinct = torch.tensor(sorted(seen))
+        scores = filter_logits(logits[0].float().cpu(), distinct, temperature, top_k, top_p, repetition_penalty)
+        token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+        yield token
+        seen.add(token)
+        if i + 1 < length:
+            logits, state = model.step(torch.tensor([token], device=device), state)
+
+
+def decode(tokens):
+    """Byte tokens -> pieces of text as they become whole. What is not UTF-8, and control characters that could drive a
+    terminal, become U+FFFD."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        yield printable(decoder.decode(bytes([token])))
+    yield printable(decoder.decode(b"", final=True))
+
+
+def printable(text):
+    return "".join(c if c >= " " and c != "\x7f" or c in "\n\t" else "\ufffd" for c in text)
+
+
+def newest_run():
+    checkpoints = sorted(Path("runs").glob("*/*.pt"), key=lambda p: p.stat().st_mtime)
+    if not checkpoints:
+        raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
+    return checkpoints[-1].parent
+
+
+def main():
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run in runs/)")
+    parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
+    parser.add_argument("--length", type=int, default=500, help="tokens to generate (default 500)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top_k", type=int, default=0, help="sample among the K likeliest tokens; 0: all (default)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="sample among the likeliest tokens that hold this share")
+    parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: tokens seen before are less likely")
+    parser.add_argument("--seed", type=int, default=1, help="of the random draws (default 1)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
+    args = parser.parse_args()
+    wrong = [
+        (args.length < 1, "--length must be at least 1"),
+        (not 0 <= args.temperature < float("inf"), "--temperature must be 0 or more"),
+        (args.top_k < 0, "--top_k must be 0 or more"),
+        (not 0 < args.top_p <= 1, "--top_p must lie in (0, 1]"),
+        (not 0 < args.repetition_penalty < float("inf"), "--repetition_penalty must be above 0"),
+        (not args.prompt, "--prompt is empty: a model needs one token to start from"),
+    ]
+    for is_wrong, message in wrong:
+        if is_wrong:
+            raise InputError(message)
+    run = args.run or newest_run()
+    model, meta = load(run, pick_device(args.device))
+    print(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}", file=sys.stderr)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    prompt = args.prompt.encode("utf-8", errors="surrogateescape")
+    keys = ("length", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    start = time.perf_counter()
+    try:
+        print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
+        for text in decode(generate(model, list(prompt), **{k: getattr(args, k) for k in keys})):
+            print(text, end="", flush=True)
+        print(flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    print(f"{args.length / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    command_line(main)

@@ -1,0 +1,546 @@
+"""Trains any model of this repository on bytes, and compares the steps that models need.
+
+    python train.py                                            tiny H-Mamba on the text that ships with Python
+    python train.py --model hmamba,mamba --seeds 1,2,3         a sweep: the same data order, ratios at the end
+    python train.py --model hmamba:N=4,hmamba:field=real       settings of a model (fields of its Config)
+    torchrun --nproc_per_node 4 train.py --data owt --model hmamba,mamba      the paper's run, 253M parameters
+    python train.py --resume runs/hmamba-stdlib-tiny-s1        goes on where a stopped run left off
+    python train.py --resume RUN --eval_only --split test      loss of its best checkpoint on the test split
+    python train.py --model hmamba,mamba --size 253m --params  parameters by component
+
+Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section 7
+and table 4. Losses are in nats per token; bpc, bits per character, is that divided by ln 2.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from tqdm import tqdm
+
+import data
+import report
+import sample
+from data import InputError, Parser, command_line
+
+# Defaults by size. batch: sequences a step over all devices; micro: sequences that one device takes at once;
+# warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends.
+PROTOCOLS = {
+    "tiny": {"steps": 240, "batch": 16, "micro": 16, "seq": 256, "lr": 2e-3, "min_lr": 2e-4, "warmup": 0.75,
+             "schedule": "cosine", "dtype": "float32", "checkpointing": False,
+             "eval_every": 20, "eval_seqs": 128, "ckpt_every": 60},
+    "small": {"steps": 1000, "batch": 64, "micro": 16, "seq": 512, "lr": 1e-3, "min_lr": 1e-4, "warmup": 0.75,
+              "schedule": "cosine", "dtype": "bfloat16", "checkpointing": False,
+              "eval_every": 20, "eval_seqs": 512, "ckpt_every": 100},
+    "253m": {"steps": 1000, "batch": 1024, "micro": 32, "seq": 1024, "lr": 6e-4, "min_lr": 6e-5, "warmup": 750,
+             "schedule": "cosine", "dtype": "bfloat16", "checkpointing": True,
+             "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4
+}  # fmt: skip
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS table 4
+PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "RTX 4090": 165e12, "RTX 3090": 71e12}  # dense bf16
+MAY_CHANGE = {"resume", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every", "eval_only", "split"}
+
+
+def flag(default, text, type=str, choices=None):
+    return field(default=default, metadata={"help": text, "type": type, "choices": choices})
+
+
+@dataclass
+class Settings:
+    """Every flag. None: taken from PROTOCOLS for the size."""
+
+    model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
+    data: str = flag("stdlib", "stdlib, a corpus of data.py, a file or a folder")
+    size: str = flag(None, "size, or a list: tiny, small, 253m (default: tiny; 253m for the paper's corpora on CUDA)")
+    seeds: str = flag("1", "seed of initialisation and data order, or a list")
+    steps: int = flag(None, "optimizer steps of the schedule", int)
+    stop_at: int = flag(None, "stop after this step, the schedule unchanged; --resume goes on", int)
+    batch: int = flag(None, "sequences a step, over all devices", int)
+    micro: int = flag(None, "sequences that a device takes at once; changes memory and speed, not the result", int)
+    seq: int = flag(None, "tokens a sequence", int)
+    lr: float = flag(None, "peak learning rate", float)
+    min_lr: float = flag(None, "learning rate at the end of the cosine", float)
+    warmup: float = flag(None, "steps of linear warmup; below 1: share of the steps", float)
+    schedule: str = flag(None, "cosine, or constant: --lr throughout, no warmup", choices=("cosine", "constant"))
+    dtype: str = flag(None, "float32, or bfloat16: autocast, parameters stay float32", choices=("float32", "bfloat16"))
+    checkpointing: bool = flag(None, "recompute each layer in the backward: less memory", bool)
+    compile: bool = flag(False, "torch.compile each layer", bool)
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
+    eval_every: int = flag(None, "steps between validations; per-layer gradient norms are logged as often", int)
+    eval_seqs: int = flag(None, "fixed windows of a validation during training; the last one takes the whole split", int)
+    log_every: int = flag(10, "steps between log lines of the training loss", int)
+    ckpt_every: int = flag(None, "steps between checkpoints", int)
+    out: str = flag(None, "run folder, which must not exist; for several runs the folder that holds theirs (default runs/)")
+    resume: str = flag(None, "go on with this run folder or checkpoint")
+    eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
+    split: str = flag("val", "split for --eval_only", choices=("train", "val", "test"))
+    params: bool = flag(False, "only print the parameters by component", bool)
+
+
+def parse_flags():
+    """Only the flags that were given, as a dict."""
+    protocols = "\n".join(f"  {size:6}" + " ".join(f"{k}={v}" for k, v in p.items()) for size, p in PROTOCOLS.items())
+    parser = Parser(description=__doc__, epilog=f"defaults by size:\n{protocols}")
+    for f in dataclasses.fields(Settings):
+        kind, default = f.metadata["type"], "by size" if f.default is None and f.name in PROTOCOLS["tiny"] else f.default
+        text = f.metadata["help"] + (f" (default: {default})" if default not in (None, False) else "")
+        if kind is bool:
+            parser.add_argument(f"--{f.name}", action="store_true", default=None, help=text)
+            if f.default is None:
+                parser.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", default=None, help="the opposite")
+        else:
+            parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
+    return {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+
+
+def resolve(given, model, size, seed, device):
+    """Settings of one run: what was given, then the protocol of its size. Raises InputError for impossible values."""
+    if size is None:
+        size = "253m" if given.get("data") in PAPER_STEPS and device.type == "cuda" else "tiny"
+        if given.get("data") in PAPER_STEPS and size == "tiny":
+            say("no CUDA device: --size tiny instead of 253m")
+    if size not in PROTOCOLS:
+        raise InputError(f"unknown size {size!r}; known: {', '.join(PROTOCOLS)}")
+    s = Settings(**given | {"model": model, "size": size, "seeds": seed})
+    protocol = dict(PROTOCOLS[size])
+    if size == "253m":
+        protocol["steps"] = PAPER_STEPS.get(s.data, protocol["steps"])
+    for key, value in protocol.items():
+        if getattr(s, key) is None:
+            setattr(s, key, value)
+    if s.min_lr > s.lr and "min_lr" not in given:
+        s.min_lr = s.lr
+    for key in ("steps", "batch", "micro", "seq", "eval_every", "eval_seqs", "log_every", "ckpt_every", "stop_at"):
+        if getattr(s, key) is not None and getattr(s, key) < 1:
+            raise InputError(f"--{key} {getattr(s, key)} must be at least 1")
+    if not s.seeds.isdigit() or int(s.seeds) >= 2**32:
+        raise InputError(f"--seeds {s.seeds!r} must be whole numbers from 0 to 2^32 - 1")
+    if not (0 < s.lr < math.inf and 0 <= s.min_lr <= s.lr and 0 <= s.warmup < math.inf):
+        raise InputError(f"impossible schedule: --lr {s.lr} --min_lr {s.min_lr} --warmup {s.warmup}")
+    if s.stop_at and s.stop_at > s.steps:
+        raise InputError(f"--stop_at {s.stop_at} lies beyond --steps {s.steps}")
+    if s.batch % world:
+        raise InputError(f"--batch {s.batch} must be a multiple of the {world} devices")
+    return s
+
+
+def learning_rate(step, s):
+    """Of the step with this index, from 0: linear warmup, then a cosine from lr to min_lr."""
+    if s.schedule == "constant":
+        return s.lr
+    warmup = s.warmup if s.warmup >= 1 else s.warmup * s.steps
+    if step < warmup:
+        return s.lr * (step + 1) / max(warmup, 1)
+    done = (step - warmup) / max(1, s.steps - warmup)
+    return s.min_lr + 0.5 * (s.lr - s.min_lr) * (1 + math.cos(math.pi * done))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several devices (torchrun sets these variables), signals, output
+
+rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+stop_signals = []  # SIGINT and SIGTERM end the run after the present step
+
+
+def say(*text):
+    if rank == 0:
+        tqdm.write(" ".join(map(str, text)), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def total(value):
+    """Sum over all ranks of a list of numbers."""
+    x = torch.tensor(value, dtype=torch.float64)
+    if world > 1:
+        x = x if dist.get_backend() == "gloo" else x.to(f"cuda:{local_rank}")
+        dist.all_reduce(x)
+    return x.tolist()
+
+
+def from_first(make):
+    """make() on rank 0, its result on every rank; an InputError likewise."""
+    box = [None]
+    if rank == 0:
+        try:
+            box = [make()]
+        except InputError as e:
+            box = [e]
+    if world > 1:
+        dist.broadcast_object_list(box)
+    if isinstance(box[0], InputError):
+        raise box[0]
+    return box[0]
+
+
+def on_signal(signum, _):
+    if stop_signals:
+        raise KeyboardInterrupt
+    stop_signals.append(signum)
+    say(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is written: log, checkpoints
+
+
+class Log:
+    """log.jsonl of a run, one JSON object a line (rank 0 writes)."""
+
+    def __init__(self, folder, start, keep=None):
+        """`start` is the time at which time_s is 0. `keep`: on resuming, events after this step are dropped."""
+        self.path, self.start = folder / "log.jsonl", start
+        if keep is not None and rank == 0:
+            events = report.read_log(self.path)
+            kept = [e for e in events if e["step"] <= keep and e["event"] not in ("final", "sample")]
+            replace_file(self.path, lambda f: f.write("".join(json.dumps(e) + "\n" for e in kept).encode()))
+
+    def write(self, event, step, tokens, **values):
+        if rank == 0:
+            line = {"event": event, "step": step, "tokens": tokens, "time_s": round(time.time() - self.start, 3), **values}
+            with open(self.path, "a") as f:
+                f.write(json.dumps(line) + "\n")
+
+
+def replace_file(path, write):
+    """Writes a file so that at any moment, also after a crash, it is either the old one or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        kept = "; the one saved before is intact" if path.exists() else ""
+        raise InputError(f"cannot write {path} ({str(e).splitlines()[0]}): is the disk full?{kept}") from None
+
+
+def save_checkpoint(path, meta, model, optimizer, step, best):
+    if rank == 0:
+        rng = {"cpu": torch.get_rng_state()}
+        checkpoint = {"format": sample.FORMAT, "meta": json.dumps(meta), "model": model.state_dict(), "step": step,
+                      "optimizer": optimizer.state_dict() if optimizer else {}, "best": best, "rng": rng}  # fmt: skip
+        replace_file(path, lambda f: torch.save(checkpoint, f))
+
+
+def make_folder(s, single):
+    """The run folder, made on the spot. Default names get -2, -3, ...; an explicit --out that exists is refused."""
+    text = s.data if s.data in data.NAMED else Path(s.data).resolve().stem
+    name = re.sub(r"[^\w.,+-]", "_", f"{s.model}-{text}-{s.size}-s{s.seeds}")
+    folder = Path(s.out) if s.out and single else Path(s.out or "runs") / name
+    unique, n = folder, 1
+    while True:
+        try:
+            unique.mkdir(parents=True)
+            return unique
+        except FileExistsError:
+            if s.out:
+                raise InputError(f"--out {unique} exists: name another folder, or --resume {unique}") from None
+            n += 1
+            unique = folder.with_name(f"{name}-{n}")
+        except OSError as e:
+            raise InputError(f"cannot make the run folder {unique}: {e.strerror}") from None
+
+
+def git_revision():
+    """Commit of this code, "-dirty" if it was changed; None outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def autocast(s, device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=s.dtype == "bfloat16")
+
+
+@torch.no_grad()
+def evaluate(model, tokens, index, s, device):
+    """Mean loss in nats per token over the windows `index` of a split; the same for any micro-batch and world size."""
+    model.eval()
+    nats, mine = 0.0, index[rank::world]
+    for i in range(0, len(mine), s.micro):
+        x, y = (t.to(device, non_blocking=True) for t in data.get_windows(tokens, s.seq, mine[i : i + s.micro]))
+        with autocast(s, device):
+            nats += model(x, y)[1].item() * y.numel()
+    model.train()
+    return total([nats])[0] / (len(index) * s.seq)
+
+
+def make_optimizer(model, lr, device):
+    """AdamW, decay on tensors of rank >= 2 (QS section 7) except NO_DECAY. Also returns the names in both groups."""
+    groups = {True: [], False: []}
+    for name, p in model.named_parameters():
+        groups[p.dim() >= 2 and name.rsplit(".", 1)[-1] not in model.NO_DECAY].append((name, p))
+    assert sum(map(len, groups.values())) == len(list(model.parameters()))
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for _, p in groups[decays]], "weight_decay": WEIGHT_DECAY * decays} for decays in (True, False)],
+        lr=lr, betas=BETAS, fused=device.type != "mps",
+    )  # fmt: skip
+    names = {k: sorted({re.sub(r"layers\.\d+\.", "layers.*.", n) for n, _ in groups[k]}) for k in (True, False)}
+    return optimizer, {"decay": names[True], "no_decay": names[False]}
+
+
+def check_finite(loss, grad_norm, model, step, folder):
+    """Stops a run whose loss or gradient is not finite, naming the step, the place and the last good checkpoint."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    bad = next((n for n, p in model.named_parameters() if not p.grad.isfinite().all()), "the loss alone")
+    last = folder / "last.pt"
+    saved = f"the last good checkpoint is {last}" if last.exists() else "no checkpoint was saved yet"
+    raise InputError(f"step {step}: loss {loss}, gradient norm {grad_norm}; first non-finite gradient in {bad}; {saved}")
+
+
+def train(s, corpus, device, single, checkpoint=None):
+    """One run. Returns its folder, or None if a signal ended it."""
+    torch.manual_seed(int(s.seeds))
+    if checkpoint:
+        model, folder = sample.build(checkpoint).to(device), Path(checkpoint["path"]).parent
+        start_time = time.time() - checkpoint["meta"]["time_s"]
+    else:
+        model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
+        model, folder = model_class(config).to(device), Path(from_first(lambda: str(make_folder(s, single))))
+        start_time = time.time()
+    model.checkpointing = s.checkpointing
+    optimizer, decay_groups = make_optimizer(model, s.lr, device)
+    meta = {
+        "spec": s.model, "size": s.size, "config": dataclasses.asdict(model.config), "settings": dataclasses.asdict(s),
+        "data": from_first(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256}),
+    }  # fmt: skip
+    step, best = 0, {"val_loss": math.inf, "step": 0}
+    log = Log(folder, start_time, keep=checkpoint and checkpoint["step"])
+    if checkpoint:
+        step, best = checkpoint["step"], checkpoint["best"]
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        torch.set_rng_state(checkpoint["rng"]["cpu"])
+    else:
+        log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], params=model.num_params(),
+                  weight_decay=decay_groups, data=meta["data"], world=world, git=git_revision(),
+                  flops_per_token=model.flops_per_token(), optimizer={"betas": BETAS, "decay": WEIGHT_DECAY, "clip": CLIP},
+                  versions={"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+                  device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
+                  threads=torch.get_num_threads())  # fmt: skip
+    if s.compile:
+        for layer in model.layers:
+            layer.compile()
+    network = model
+    if world > 1:
+        network = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+    train_tokens, val_tokens = corpus.split("train"), corpus.split("val")
+    windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
+    fixed = data.eval_index(val_windows, s.eval_seqs)
+    local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
+    peak = next((f for name, f in PEAK_FLOPS.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), 0)
+    show = rank == 0 and sys.stderr.isatty()
+    say(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} bytes, "
+        f"{s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
+
+    def save(name, with_optimizer=True):
+        now = meta | {"time_s": time.time() - start_time}
+        save_checkpoint(folder / name, now, model, optimizer if with_optimizer else None, step, best)
+
+    def validate():
+        nonlocal best
+        loss = evaluate(model, val_tokens, fixed, s, device)
+        log.write("val", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=len(fixed) * s.seq)
+        if loss < best["val_loss"]:
+            best = {"val_loss": loss, "step": step}
+            save("best.pt", with_optimizer=False)
+        return loss
+
+    val_loss = validate() if step == 0 else best["val_loss"]
+    bar = tqdm(total=end, initial=step, unit="step", disable=not show, dynamic_ncols=True)
+    clock, clock_step, begin, begin_step = time.perf_counter(), step, time.perf_counter(), step
+    model.train()
+    while step < end:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, s)
+        index = data.train_index(windows, int(s.seeds), step, s.batch)[rank * local : (rank + 1) * local]
+        nats = 0.0
+        for i in range(0, local, s.micro):
+            x, y = (t.to(device, non_blocking=True) for t in data.get_windows(train_tokens, s.seq, index[i : i + s.micro]))
+            last_micro = i + s.micro >= local
+            with network.no_sync() if world > 1 and not last_micro else contextlib.nullcontext():
+                with autocast(s, device):
+                    loss = network(x, y)[1]
+                (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
+            nats += loss.detach() * (len(x) / local)
+        layers = [get_total_norm([p.grad for p in layer.parameters()]) for layer in model.layers]
+        grad_norm = clip_grad_norm_(model.parameters(), CLIP).item()
+        loss, stop = total([float(nats) / world, len(stop_signals)])
+        check_finite(loss, grad_norm, model, step, folder)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+
+        tokens, now = step * tokens_per_step, time.perf_counter()
+        tok_s = (step - clock_step) * tokens_per_step / (now - clock)
+        if step % s.log_every == 0 or step in (1, end):
+            lr = optimizer.param_groups[0]["lr"]
+            log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm, tok_s=round(tok_s, 1))
+        if step % s.eval_every == 0 or step == end:
+            log.write("grad", step, tokens, layers=[norm.item() for norm in layers])
+            val_loss = validate()
+            if not show:
+                eta = timedelta(seconds=round((time.perf_counter() - begin) / (step - begin_step) * (end - step)))
+                say(f"step {step}/{end}  train {loss / math.log(2):.3f}  val {val_loss / math.log(2):.3f} bpc  "
+                    f"{tok_s:,.0f} tok/s  ETA {eta}")  # fmt: skip
+        if step % s.log_every == 0 or step % s.eval_every == 0:
+            clock, clock_step = time.perf_counter(), step  # evaluation does not count
+        mfu = f" MFU {tok_s * model.flops_per_token() / (peak * world):.1%}" if peak else ""
+        bar.set_postfix_str(f"bpc {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {tok_s:,.0f} tok/s{mfu}", refresh=False)
+        bar.update()
+        if step % s.ckpt_every == 0 or step == end or stop:
+            save("last.pt")
+        if stop and step < end:
+            bar.close()
+            say(f"stopped after step {step}; go on with: python train.py --resume {folder}")
+            return None
+    bar.close()
+
+    everything = np.arange(val_windows)
+    loss = evaluate(model, val_tokens, everything, s, device)
+    memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    log.write("final", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=val_windows * s.seq, best=best, **memory)
+    say(f"validation {loss / math.log(2):.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}")
+    if rank == 0:
+        with autocast(s, device):
+            model.eval()
+            text = "".join(sample.decode(sample.generate(model, list(b"\n"), 400, top_k=50)))
+        (folder / "sample.txt").write_text(text, encoding="utf-8")
+        log.write("sample", step, step * tokens_per_step, text=text)
+        report.plot_curves([report.read_log(folder)], folder / "curve.png")
+        say(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
+    return folder
+
+
+def evaluate_checkpoint(s, corpus, device, checkpoint):
+    model = sample.build(checkpoint).to(device)
+    tokens = corpus.split(s.split)
+    n = data.num_windows(tokens, s.seq)
+    loss = evaluate(model, tokens, np.arange(n), s, device)
+    say(f"{checkpoint['path']}, step {checkpoint['step']}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc "
+        f"over {n * s.seq:,} tokens")  # fmt: skip
+
+
+def print_params(runs):
+    """Parameters by component, and what one token costs (QS tables 2 and 3)."""
+    for s in runs:
+        model_class, config = sample.parse_spec(s.model, s.size, 256)
+        with torch.device("meta"):
+            model = model_class(config)
+        say(f"{s.model} {s.size}: {model.config}")
+        for name, count in model.num_params().items():
+            say(f"  {name:20}{count:>14,}")
+        say(f"  {'flops a token':20}{model.flops_per_token():>14,}  forward and backward")
+
+
+def resume_settings(given, checkpoint):
+    """Settings of a resumed run: its own, but for the flags that do not change its course."""
+    saved = checkpoint["meta"]["settings"]
+    for key, value in given.items():
+        if key not in MAY_CHANGE and value != saved[key]:
+            raise InputError(f"--{key} {value} differs from this run's {saved[key]}: drop the flag, or start a new run")
+    return Settings(**saved | {"stop_at": None} | given)
+
+
+def check_data(corpus, meta):
+    """Refuses to go on with a run, or to judge it, on other data."""
+    if len(corpus.tokens) != meta["data"]["size"] or corpus.sha256 != meta["data"]["sha256"]:
+        raise InputError(f"{corpus.path} is not the data of this run ({meta['data']['size']:,} bytes, SHA-256 "
+                         f"{meta['data']['sha256'][:12]}...): it has {len(corpus.tokens):,} bytes and another hash")  # fmt: skip
+
+
+def load_data(name, seq):
+    """Local rank 0 prepares a corpus, the others then find it."""
+    if local_rank:
+        dist.barrier()
+    corpus = data.load(name, seq)
+    if world > 1 and not local_rank:
+        dist.barrier()
+    return corpus
+
+
+def main():
+    given = parse_flags()
+    if (given.get("eval_only") or "split" in given) and not ("resume" in given and given.get("eval_only")):
+        raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
+    device = sample.pick_device(given.get("device", "auto"))
+    if world > 1:
+        device = torch.device("cuda", local_rank) if device.type == "cuda" else torch.device("cpu")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, on_signal)
+    try:
+        run(given, device)
+    except torch.OutOfMemoryError:
+        raise InputError("the device is out of memory: lower --micro (the result stays the same) or set --checkpointing") from None
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def run(given, device):
+    if "resume" in given:
+        names = ("best.pt", "last.pt") if given.get("eval_only") else ("last.pt",)
+        checkpoint = sample.read_checkpoint(given["resume"], names)
+        s = resume_settings(given, checkpoint)
+        corpus = load_data(s.data, s.seq)
+        check_data(corpus, checkpoint["meta"])
+        if s.eval_only:
+            return evaluate_checkpoint(s, corpus, device, checkpoint)
+        if not checkpoint["optimizer"]:
+            raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
+        if checkpoint["step"] >= (s.stop_at or s.steps):
+            raise InputError(f"{checkpoint['path']} is at step {checkpoint['step']}: the run is complete")
+        train(s, corpus, device, True, checkpoint)
+        return None
+    lists = [[v.strip() for v in str(given.get(k, d)).split(",")] if given.get(k, d) else [None]
+             for k, d in (("size", None), ("seeds", "1"), ("model", "hmamba"))]  # fmt: skip
+    runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
+    for s in runs:
+        sample.parse_spec(s.model, s.size, 256)  # a wrong spec is told before the first run, not hours later
+    if given.get("params"):
+        return print_params(runs)
+    finished = []
+    for s in runs:
+        folder = train(s, load_data(s.data, s.seq), device, single=len(runs) == 1)
+        if folder is None:
+            break
+        finished.append(folder)
+    if len(finished) > 1 and rank == 0:
+        say("steps to each validation target, and the ratio to the first model (linear interpolation between evaluations):")
+        say(report.targets_table([report.read_log(f) for f in finished]))
+    return None
+
+
+if __name__ == "__main__":
+    command_line(main)
