@@ -11,6 +11,7 @@ order     sequence j of step s is window perm(seed, epoch)[(s*batch + j) mod n]:
 
 import argparse
 import hashlib
+import mmap
 import os
 import re
 import stat
@@ -193,10 +194,14 @@ def load(name_or_path, seq):
         join(root, files, size, path)
     with explain(f"read {path}"):
         corpus = Corpus(name, path, np.memmap(path, dtype=np.uint8, mode="r"))
+    if hasattr(mmap, "MADV_RANDOM"):  # else every window read from a cold disk drags in its whole neighbourhood
+        corpus.tokens.base.madvise(mmap.MADV_RANDOM)
     shortest = min(len(corpus.split(split)) for split in SPLITS)
     if shortest < seq + 1:
-        raise InputError(f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} bytes, the shortest "
-                         f"has {shortest}; lower --seq, or bring {20 * (seq + 1):,} bytes in all (now {size:,})")
+        raise InputError(
+            f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} bytes, the shortest "
+            f"has {shortest}; lower --seq, or bring {20 * (seq + 1):,} bytes in all (now {size:,})"
+        )
     return corpus
 
 
@@ -247,13 +252,18 @@ def eval_index(n, count):
 def main():
     parser = Parser(
         description="List the corpora, or prepare one and print its size, hash and splits.",
-        epilog="Prepared corpora are kept in $NANOHILBERT_DATA, or else in data/ beside this file.")
+        epilog="Prepared corpora are kept in $NANOHILBERT_DATA, or else in data/ beside this file.",
+    )
     parser.add_argument(
-        "corpus", nargs="?", metavar="NAME_OR_PATH",
+        "corpus",
+        nargs="?",
+        metavar="NAME_OR_PATH",
         help=f"{', '.join(NAMED)}, a file, or a folder (its files joined, sorted by path, without those whose name "
-        "begins with a dot); left out: list what is available")
+        "begins with a dot); left out: list what is available",
+    )
     parser.add_argument(
-        "--seq", type=int, default=256, help="bytes in a window; each split must hold one (default: %(default)s)")
+        "--seq", type=int, default=256, help="bytes in a window; each split must hold one (default: %(default)s)"
+    )
     args = parser.parse_args()
     if args.corpus is None:
         for known, what in NAMED.items():

@@ -283,9 +283,15 @@ def _chunk_states(u, dt, A, B, h):
 
 
 @torch.library.custom_op("nanohilbert::selective_scan", mutates_args=())
-def _selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _selective_scan(
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     chunks = _chunk_slices(u.shape[1])
-    y, hT, starts = torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(h0), h0.new_empty(len(chunks), *h0.shape)
+    y, hT, starts = (
+        torch.empty_like(u, memory_format=torch.contiguous_format),
+        torch.empty_like(h0),
+        h0.new_empty(len(chunks), *h0.shape),
+    )
     for rows in _row_groups(u, A):
         u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (u, dt, B, C))  # time-major
         h = h0[rows]
@@ -373,7 +379,12 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
     if u.dim() != 3 or u.shape[1] == 0 or A.dim() != 2:
         raise ValueError(f"u must be (B, T, E) with T > 0 and A (E, N), not {tuple(u.shape)} and {tuple(A.shape)}")
     (batch, T, E), N = u.shape, A.shape[1]
-    for name, x, shape in (("dt", dt, (batch, T, E)), ("A", A, (E, N)), ("B", B, (batch, T, N)), ("C", C, (batch, T, N))):
+    for name, x, shape in (
+        ("dt", dt, (batch, T, E)),
+        ("A", A, (E, N)),
+        ("B", B, (batch, T, N)),
+        ("C", C, (batch, T, N)),
+    ):
         _expect_shape(name, x, shape)
     if h0 is not None:
         _expect_shape("h0", h0, (batch, E, N))
@@ -402,8 +413,18 @@ def check_cases():
     scan = (F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N))
     return [
         ("complex_scan", complex_scan, (decay, 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)), {}),
-        ("complex_scan, unit modulus", complex_scan, (decay * 0, 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)), {}),
-        ("complex_scan, real", lambda a, b, h0, **k: complex_scan(a, None, b, h0, **k), (decay, rand(B, T, C), rand(B, C)), {}),
+        (
+            "complex_scan, unit modulus",
+            complex_scan,
+            (decay * 0, 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)),
+            {},
+        ),
+        (
+            "complex_scan, real",
+            lambda a, b, h0, **k: complex_scan(a, None, b, h0, **k),
+            (decay, rand(B, T, C), rand(B, C)),
+            {},
+        ),
         ("selective_scan", selective_scan, (rand(B, T, E), *scan), {}),
     ]
 
@@ -412,7 +433,9 @@ def main():
     """Checks every operation on the present device against the float64 reference; exits with 1 if one is off."""
     device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name() if device == 'cuda' else device}")
-    print(f"{'operation':28}{'output':>10}{'gradients':>11}{'ms':>9}   largest error / largest value; forward + backward")
+    print(
+        f"{'operation':28}{'output':>10}{'gradients':>11}{'ms':>9}   largest error / largest value; forward + backward"
+    )
     failed = False
     for name, function, inputs, kwargs in check_cases():
         results = {}
@@ -427,7 +450,10 @@ def main():
                 elapsed = 1e3 * (time.perf_counter() - start)
             results[backend] = [x.detach().double().cpu() for x in outputs], grads
         errors = [
-            max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(results["torch"][i], results["reference"][i]))
+            max(
+                ((x - y).abs().max() / y.abs().max()).item()
+                for x, y in zip(results["torch"][i], results["reference"][i])
+            )
             for i in (0, 1)
         ]
         bad = not max(errors) < 2e-4

@@ -87,7 +87,9 @@ def plot_curves(logs, out):
         seen.add(model)
         ax.plot(steps, bpc, color=f"C{models.index(model)}", label=label, lw=1.5)
     ax.set(xlabel="optimization step", ylabel="validation bits per character")
-    ax.set_title(" / ".join(dict.fromkeys(f"{e[0]['settings']['data']}, {e[0]['settings']['size']}" for e in logs)), fontsize=10)
+    ax.set_title(
+        " / ".join(dict.fromkeys(f"{e[0]['settings']['data']}, {e[0]['settings']['size']}" for e in logs)), fontsize=10
+    )
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)

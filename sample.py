@@ -79,7 +79,9 @@ def read_checkpoint(path, names=("best.pt", "last.pt")):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # noqa: BLE001  torch raises many kinds for what is cut short or no checkpoint
-        raise InputError(f"{path} is not a readable checkpoint: cut short, or of other origin ({type(e).__name__})") from None
+        raise InputError(
+            f"{path} is not a readable checkpoint: cut short, or of other origin ({type(e).__name__})"
+        ) from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise InputError(f"{path} is a checkpoint of other origin: its format is not {FORMAT}")
     return checkpoint | {"meta": json.loads(checkpoint["meta"]), "path": str(path)}
@@ -110,7 +112,9 @@ def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
     """Scores (V,) of one step -> log-weights (V,) to sample from. `seen` (n,) holds the distinct tokens so far."""
     if repetition_penalty != 1:  # Keskar et al., arXiv 1909.05858, section 4.1
         chosen = logits[seen]
-        logits = logits.index_put((seen,), torch.where(chosen > 0, chosen / repetition_penalty, chosen * repetition_penalty))
+        logits = logits.index_put(
+            (seen,), torch.where(chosen > 0, chosen / repetition_penalty, chosen * repetition_penalty)
+        )
     if temperature == 0:
         return torch.full_like(logits, -torch.inf).index_fill(0, logits.argmax(), 0.0)
     logits = logits / temperature
@@ -170,8 +174,12 @@ def main():
     parser.add_argument("--length", type=int, default=500, help="tokens to generate (default 500)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top_k", type=int, default=0, help="sample among the K likeliest tokens; 0: all (default)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="sample among the likeliest tokens that hold this share")
-    parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: tokens seen before are less likely")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="sample among the likeliest tokens that hold this share"
+    )
+    parser.add_argument(
+        "--repetition_penalty", type=float, default=1.0, help="above 1: tokens seen before are less likely"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the random draws (default 1)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
     args = parser.parse_args()

@@ -56,7 +56,18 @@ PROTOCOLS = {
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS table 4
 PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "RTX 4090": 165e12, "RTX 3090": 71e12}  # dense bf16
-MAY_CHANGE = {"resume", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every", "eval_only", "split"}
+MAY_CHANGE = {
+    "resume",
+    "stop_at",
+    "micro",
+    "device",
+    "compile",
+    "checkpointing",
+    "log_every",
+    "ckpt_every",
+    "eval_only",
+    "split",
+}
 
 
 def flag(default, text, type=str, choices=None):
@@ -85,10 +96,14 @@ class Settings:
     compile: bool = flag(False, "torch.compile each layer", bool)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     eval_every: int = flag(None, "steps between validations; per-layer gradient norms are logged as often", int)
-    eval_seqs: int = flag(None, "fixed windows of a validation during training; the last one takes the whole split", int)
+    eval_seqs: int = flag(
+        None, "fixed windows of a validation during training; the last one takes the whole split", int
+    )
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
-    out: str = flag(None, "run folder, which must not exist; for several runs the folder that holds theirs (default runs/)")
+    out: str = flag(
+        None, "run folder, which must not exist; for several runs the folder that holds theirs (default runs/)"
+    )
     resume: str = flag(None, "go on with this run folder or checkpoint")
     eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
     split: str = flag("val", "split for --eval_only", choices=("train", "val", "test"))
@@ -100,12 +115,17 @@ def parse_flags():
     protocols = "\n".join(f"  {size:6}" + " ".join(f"{k}={v}" for k, v in p.items()) for size, p in PROTOCOLS.items())
     parser = Parser(description=__doc__, epilog=f"defaults by size:\n{protocols}")
     for f in dataclasses.fields(Settings):
-        kind, default = f.metadata["type"], "by size" if f.default is None and f.name in PROTOCOLS["tiny"] else f.default
+        kind, default = (
+            f.metadata["type"],
+            "by size" if f.default is None and f.name in PROTOCOLS["tiny"] else f.default,
+        )
         text = f.metadata["help"] + (f" (default: {default})" if default not in (None, False) else "")
         if kind is bool:
             parser.add_argument(f"--{f.name}", action="store_true", default=None, help=text)
             if f.default is None:
-                parser.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", default=None, help="the opposite")
+                parser.add_argument(
+                    f"--no_{f.name}", dest=f.name, action="store_false", default=None, help="the opposite"
+                )
         else:
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
     return {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
@@ -214,7 +234,13 @@ class Log:
 
     def write(self, event, step, tokens, **values):
         if rank == 0:
-            line = {"event": event, "step": step, "tokens": tokens, "time_s": round(time.time() - self.start, 3), **values}
+            line = {
+                "event": event,
+                "step": step,
+                "tokens": tokens,
+                "time_s": round(time.time() - self.start, 3),
+                **values,
+            }
             with open(self.path, "a") as f:
                 f.write(json.dumps(line) + "\n")
 
@@ -242,10 +268,9 @@ def save_checkpoint(path, meta, model, optimizer, step, best):
         replace_file(path, lambda f: torch.save(checkpoint, f))
 
 
-def make_folder(s, single):
+def make_folder(s, corpus, single):
     """The run folder, made on the spot. Default names get -2, -3, ...; an explicit --out that exists is refused."""
-    text = s.data if s.data in data.NAMED else Path(s.data).resolve().stem
-    name = re.sub(r"[^\w.,+-]", "_", f"{s.model}-{text}-{s.size}-s{s.seeds}")
+    name = re.sub("[:=]", "_", f"{s.model}-{corpus.name}-{s.size}-s{s.seeds}")
     folder = Path(s.out) if s.out and single else Path(s.out or "runs") / name
     unique, n = folder, 1
     while True:
@@ -312,7 +337,9 @@ def check_finite(loss, grad_norm, model, step, folder):
     bad = next((n for n, p in model.named_parameters() if not p.grad.isfinite().all()), "the loss alone")
     last = folder / "last.pt"
     saved = f"the last good checkpoint is {last}" if last.exists() else "no checkpoint was saved yet"
-    raise InputError(f"step {step}: loss {loss}, gradient norm {grad_norm}; first non-finite gradient in {bad}; {saved}")
+    raise InputError(
+        f"step {step}: loss {loss}, gradient norm {grad_norm}; first non-finite gradient in {bad}; {saved}"
+    )
 
 
 def train(s, corpus, device, single, checkpoint=None):
@@ -323,7 +350,7 @@ def train(s, corpus, device, single, checkpoint=None):
         start_time = time.time() - checkpoint["meta"]["time_s"]
     else:
         model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
-        model, folder = model_class(config).to(device), Path(from_first(lambda: str(make_folder(s, single))))
+        model, folder = model_class(config).to(device), Path(from_first(lambda: str(make_folder(s, corpus, single))))
         start_time = time.time()
     model.checkpointing = s.checkpointing
     optimizer, decay_groups = make_optimizer(model, s.lr, device)
@@ -355,7 +382,9 @@ def train(s, corpus, device, single, checkpoint=None):
     windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
     fixed = data.eval_index(val_windows, s.eval_seqs)
     local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
-    peak = next((f for name, f in PEAK_FLOPS.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), 0)
+    peak = next(
+        (f for name, f in PEAK_FLOPS.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), 0
+    )
     show = rank == 0 and sys.stderr.isatty()
     say(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} bytes, "
         f"{s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
@@ -383,7 +412,9 @@ def train(s, corpus, device, single, checkpoint=None):
         index = data.train_index(windows, int(s.seeds), step, s.batch)[rank * local : (rank + 1) * local]
         nats = 0.0
         for i in range(0, local, s.micro):
-            x, y = (t.to(device, non_blocking=True) for t in data.get_windows(train_tokens, s.seq, index[i : i + s.micro]))
+            x, y = (
+                t.to(device, non_blocking=True) for t in data.get_windows(train_tokens, s.seq, index[i : i + s.micro])
+            )
             last_micro = i + s.micro >= local
             with network.no_sync() if world > 1 and not last_micro else contextlib.nullcontext():
                 with autocast(s, device):
@@ -413,7 +444,9 @@ def train(s, corpus, device, single, checkpoint=None):
         if step % s.log_every == 0 or step % s.eval_every == 0:
             clock, clock_step = time.perf_counter(), step  # evaluation does not count
         mfu = f" MFU {tok_s * model.flops_per_token() / (peak * world):.1%}" if peak else ""
-        bar.set_postfix_str(f"bpc {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {tok_s:,.0f} tok/s{mfu}", refresh=False)
+        bar.set_postfix_str(
+            f"bpc {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {tok_s:,.0f} tok/s{mfu}", refresh=False
+        )
         bar.update()
         if step % s.ckpt_every == 0 or step == end or stop:
             save("last.pt")
@@ -426,7 +459,16 @@ def train(s, corpus, device, single, checkpoint=None):
     everything = np.arange(val_windows)
     loss = evaluate(model, val_tokens, everything, s, device)
     memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    log.write("final", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=val_windows * s.seq, best=best, **memory)
+    log.write(
+        "final",
+        step,
+        step * tokens_per_step,
+        val_loss=loss,
+        split="val",
+        n_tokens=val_windows * s.seq,
+        best=best,
+        **memory,
+    )
     say(f"validation {loss / math.log(2):.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}")
     if rank == 0:
         with autocast(s, device):
@@ -502,7 +544,9 @@ def main():
     try:
         run(given, device)
     except torch.OutOfMemoryError:
-        raise InputError("the device is out of memory: lower --micro (the result stays the same) or set --checkpointing") from None
+        raise InputError(
+            "the device is out of memory: lower --micro (the result stays the same) or set --checkpointing"
+        ) from None
     finally:
         if world > 1:
             dist.destroy_process_group()
@@ -537,7 +581,9 @@ def run(given, device):
             break
         finished.append(folder)
     if len(finished) > 1 and rank == 0:
-        say("steps to each validation target, and the ratio to the first model (linear interpolation between evaluations):")
+        say(
+            "steps to each validation target, and the ratio to the first model (linear interpolation between evaluations):"
+        )
         say(report.targets_table([report.read_log(f) for f in finished]))
     return None
 

@@ -1,0 +1,1209 @@
+"""Every test of the repository: `pytest -q`. Two CPU cores, no network, deterministic.
+
+Groups: kernels against their references, models, data and its faults, training, sampling, report, README.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import hmamba
+import kernels
+import report
+import sample
+import train
+
+ROOT = Path(__file__).parent
+torch.set_num_threads(1)  # on a machine that does something else too, two threads wait for each other
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # for what runs as a program of its own
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels against their references
+
+LENGTHS = [1, 2, 7, 63, 64, 65, 257, 1000]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def errors(function, inputs, dtype, strided=False, **kwargs):
+    """Largest relative error of outputs and gradients, against the float64 reference on the same (rounded) inputs."""
+
+    def run(backend, dtype, strided):
+        leaves = [x.to(dtype).requires_grad_() for x in rounded]
+        given = [torch.stack((x, x), -1)[..., 0] if strided else x for x in leaves]
+        outputs = function(*given, backend=backend, **kwargs)
+        weights = [torch.sin(torch.arange(x.numel())).view(x.shape).to(x) for x in outputs]
+        if strided:
+            weights = [torch.stack((w, w), -1)[..., 0] for w in weights]
+        return outputs, torch.autograd.grad(outputs, leaves, weights)
+
+    rounded = [x.to(dtype) for x in inputs]
+    found, expected = run(None, dtype, strided), run("reference", torch.float64, False)
+    for x in (*found[0], *found[1]):
+        assert x.isfinite().all()
+    for x, leaf in zip(found[1], rounded):
+        assert x.dtype == leaf.dtype
+        assert x.shape == leaf.shape
+    return max(
+        ((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-3)).item()
+        for xs, ys in zip(found, expected)
+        for x, y in zip(xs, ys)
+    )
+
+
+def real_scan(log_decay, b, h0, **kwargs):
+    return kernels.complex_scan(log_decay, None, b, h0, **kwargs)
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("C", [1, 13, 2100])  # 2100: one chunk; the others: several chunks at once
+def test_complex_scan_equals_reference(T, C):
+    if C == 2100 and T > 65:
+        T = 65
+    log_decay, theta, b, h0 = (
+        -randn(2, T, C).abs(),
+        3 * randn(2, T, C, seed=1),
+        randn(2, T, C, 2, seed=2),
+        randn(2, C, 2),
+    )
+    for strided in (False, True):
+        assert errors(kernels.complex_scan, (log_decay, theta, b, h0), torch.float32, strided) < 5e-6
+        assert errors(real_scan, (log_decay, b[..., 0], h0[..., 0]), torch.float32, strided) < 5e-6
+
+
+@pytest.mark.parametrize("log_decay", [0.0, -1e-9, -0.7, -20.0, -200.0], ids=str)
+def test_complex_scan_at_extreme_gates(log_decay):
+    """alpha = 1 (unitary), just below, 1/2, and so small that a product or a quotient of gates leaves float32."""
+    T, C = 300, 5
+    gates = torch.full((2, T, C), log_decay, dtype=torch.float64)
+    inputs = gates, 3 * randn(2, T, C), randn(2, T, C, 2), randn(2, C, 2)
+    assert errors(kernels.complex_scan, inputs, torch.float32) < 1e-5
+    alternating = gates * (torch.arange(T) % 3 == 0)[:, None]
+    assert errors(kernels.complex_scan, (alternating, *inputs[1:]), torch.float32) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+def test_scans_compute_in_float32(dtype, tolerance):
+    """Half-precision inputs: only the rounding of the gradients and of y remains, also after 1000 steps of slow decay."""
+    T = 1000
+    decay = torch.full((1, T, 1), -1e-3, dtype=torch.float64).expand(1, T, 3)
+    h, hT = kernels.complex_scan(decay.to(dtype), randn(1, T, 3).to(dtype), randn(1, T, 3, 2).to(dtype))
+    assert h.dtype == hT.dtype == torch.float32
+    assert errors(kernels.complex_scan, (decay, randn(1, T, 3), randn(1, T, 3, 2), randn(1, 3, 2)), dtype) < tolerance
+    assert errors(kernels.selective_scan, selective_inputs(1, T, 4, 3), dtype) < tolerance
+
+
+def selective_inputs(B, T, E, N):
+    dt = torch.nn.functional.softplus(randn(B, T, E, seed=1) - 3)
+    A = -torch.arange(1, N + 1).double().repeat(E, 1)
+    return randn(B, T, E), dt, A, randn(B, T, N, seed=2), randn(B, T, N, seed=3), randn(B, E, N, seed=4)
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize(("E", "N"), [(1, 1), (6, 5), (600, 16)])  # 600 x 16: more than one group of batch rows
+def test_selective_scan_equals_reference(T, E, N):
+    if E == 600:
+        T = min(T, 65)
+    for strided in (False, True):
+        assert errors(kernels.selective_scan, selective_inputs(3, T, E, N), torch.float32, strided) < 5e-6
+
+
+@pytest.mark.parametrize("dt", [0.0, 1e-8, 1.0, 80.0], ids=str)
+def test_selective_scan_at_extreme_steps(dt):
+    """exp(dt A) from exactly 1 to an underflow."""
+    u, _, A, B, C, h0 = selective_inputs(2, 150, 7, 5)
+    assert errors(kernels.selective_scan, (u, torch.full_like(u, dt), A, B, C, h0), torch.float32) < 1e-5
+
+
+def test_gradients_are_the_derivatives():
+    """Finite differences in float64: the reference and its autograd play no part."""
+    log_decay, theta, b, h0 = -randn(2, 19, 3).abs(), randn(2, 19, 3), randn(2, 19, 3, 2), randn(2, 3, 2)
+    leaves = [x.requires_grad_() for x in (log_decay, theta, b, h0)]
+    assert torch.autograd.gradcheck(kernels.complex_scan, leaves)
+    assert torch.autograd.gradcheck(kernels.complex_scan, (log_decay[..., :1].detach().requires_grad_(), *leaves[1:]))
+    assert torch.autograd.gradcheck(real_scan, (log_decay, b[..., 0].detach().requires_grad_(), h0[..., 0]))
+    assert torch.autograd.gradcheck(kernels.selective_scan, [x.requires_grad_() for x in selective_inputs(2, 19, 3, 2)])
+
+
+def test_initial_state_is_optional_and_chunks_join():
+    """No h0 is a zero h0; two halves with the state carried equal the whole."""
+    log_decay, theta, b = (x.float() for x in (-randn(2, 50, 3).abs(), randn(2, 50, 3), randn(2, 50, 3, 2)))
+    whole, end = kernels.complex_scan(log_decay, theta, b)
+    zero = kernels.complex_scan(log_decay, theta, b, torch.zeros(2, 3, 2))
+    assert torch.equal(whole, zero[0])
+    assert torch.equal(end, whole[:, -1])
+    _, middle = kernels.complex_scan(log_decay[:, :21], theta[:, :21], b[:, :21])
+    rest, _ = kernels.complex_scan(log_decay[:, 21:], theta[:, 21:], b[:, 21:], middle)
+    torch.testing.assert_close(rest, whole[:, 21:], atol=1e-5, rtol=0)
+    u, dt, A, B, C, _ = (x.float() for x in selective_inputs(2, 50, 3, 4))
+    y, end = kernels.selective_scan(u, dt, A, B, C)
+    _, middle = kernels.selective_scan(u[:, :21], dt[:, :21], A, B[:, :21], C[:, :21])
+    rest, last = kernels.selective_scan(u[:, 21:], dt[:, 21:], A, B[:, 21:], C[:, 21:], middle)
+    torch.testing.assert_close(rest, y[:, 21:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(last, end, atol=1e-5, rtol=0)
+
+
+def test_scans_are_deterministic_and_write_every_output():
+    """The same bits twice, with uninitialised memory filled with NaN."""
+    torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        for function, inputs in (
+            (kernels.complex_scan, (-randn(2, 70, 3).abs(), randn(2, 70, 3), randn(2, 70, 3, 2), randn(2, 3, 2))),
+            (kernels.selective_scan, selective_inputs(3, 70, 600, 16)),
+        ):
+            runs = []
+            for _ in range(2):
+                leaves = [x.float().requires_grad_() for x in inputs]
+                outputs = function(*leaves)
+                runs.append([*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves)])
+            assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*runs))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_clamped_scan_is_algorithm_2_and_where_it_departs():
+    """QS Algorithm 2: equal to the recurrence while a chunk's log-decays sum to more than -30, far off beyond."""
+    T, C = 200, 4
+    theta, b, h0 = randn(1, T, C), randn(1, T, C, 2), randn(1, C, 2)
+
+    def relative_error(gate, method):
+        log_decay = torch.full((1, T, C), math.log(gate), dtype=torch.float64)
+        exact = kernels.complex_scan(log_decay, theta, b, h0, backend="reference")[0]
+        return (
+            (kernels.complex_scan(log_decay, theta, b, h0, method=method)[0] - exact).abs().max() / exact.abs().max()
+        ).item()
+
+    assert relative_error(0.63, "clamped") < 1e-3  # 64 log 0.63 = -29.6
+    assert relative_error(0.9, "clamped") < 1e-12
+    assert relative_error(0.5, "clamped") > 0.5  # 64 log 0.5 = -44: the initialisation of the paper
+    for gate in (0.9, 0.63, 0.5, 1e-4):
+        assert relative_error(gate, "exact") < 1e-12
+    # By hand, one chunk of three steps with the clamp in play: l = -20, -30, -30.
+    ld = torch.tensor([-20.0, -20.0, -20.0]).view(1, 3, 1)
+    one = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2)
+    h, hT = kernels.complex_scan(ld, torch.zeros(1, 3, 1), one, method="clamped")
+    torch.testing.assert_close(h[0, :, 0, 0], torch.tensor([1.0, 1 + math.exp(-10), 2 + math.exp(-10)]))
+    assert torch.equal(hT, h[:, -1])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
+def test_scan_memory_is_linear_in_time():
+    """Forward and backward stay far below one (B, T, E, N) tensor, and below log2(T) copies of the input."""
+    code = """
+import resource, torch, kernels
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if __import__("sys").platform == "darwin" else 2**10)
+def selective(T, E=512, N=16):
+    x = [torch.rand(1, T, E), torch.rand(1, T, E) / 10, -torch.ones(E, N), torch.rand(1, T, N), torch.rand(1, T, N)]
+    return kernels.selective_scan(*[t.requires_grad_() for t in x])[0].sum()
+def scan(T, C=2048):
+    x = [-torch.rand(1, T, C), torch.rand(1, T, C), torch.rand(1, T, C, 2)]
+    return kernels.complex_scan(*[t.requires_grad_() for t in x])[0].sum()
+selective(64).backward(); scan(64).backward()
+before = peak(); selective(4096).backward(); middle = peak(); scan(2048).backward()
+print(middle - before, peak() - middle)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    selective, scan = map(float, out.split())
+    assert selective < 100  # MB; u is 8, a (B, T, E, N) tensor 128
+    assert scan < 16 * 26  # MB; log_decay is 16, log2(T) copies of the inputs and the output would be 16 * 66
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"log_decay": torch.zeros(2, 5)}, "log_decay must be"),
+        ({"log_decay": torch.zeros(2, 0, 3)}, "T > 0"),
+        ({"log_decay": torch.zeros(2, 5, 2)}, "log_decay has shape"),
+        ({"theta": torch.zeros(2, 4, 3)}, "theta has shape"),
+        ({"b": torch.zeros(2, 5, 3)}, "b has shape"),
+        ({"h0": torch.zeros(2, 3)}, "h0 has shape"),
+        ({"method": "fast"}, "unknown method"),
+        ({"backend": "cuda"}, "unknown backend"),
+        ({"theta": None, "b": torch.zeros(2, 5, 3), "method": "clamped"}, "complex"),
+    ],
+)
+def test_complex_scan_refuses_what_does_not_fit(change, message):
+    good = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
+    kernels.complex_scan(**good)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.complex_scan(**good | change)
+
+
+@pytest.mark.parametrize(
+    ("position", "shape"),
+    [(0, (2, 3)), (0, (2, 0, 3)), (1, (2, 5, 1)), (2, (4, 3)), (3, (2, 5, 3)), (4, (2, 4, 4)), (5, (3, 4))],
+)
+def test_selective_scan_refuses_what_does_not_fit(position, shape):
+    inputs = [torch.zeros(s) for s in ((2, 5, 3), (2, 5, 3), (3, 4), (2, 5, 4), (2, 5, 4), (2, 3, 4))]
+    kernels.selective_scan(*inputs)
+    inputs[position] = torch.zeros(shape)
+    with pytest.raises(ValueError, match="must be|expected"):
+        kernels.selective_scan(*inputs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models
+
+VARIANTS = [  # every model, and every setting that changes what it computes
+    "hmamba", "hmamba:field=real", "hmamba:gate=none", "hmamba:scan=clamped", "hmamba:head=mos", "hmamba:head=born",
+    "hmamba:field=real:gate=none", "hmamba:N=5:H=3", "mamba", "mamba:init=xavier", "mamba:mlp=0", "mamba:head=mos", "mamba:N=3",
+]  # fmt: skip
+
+
+def make(spec, size="tiny", seed=0, **changes):
+    torch.manual_seed(seed)
+    model_class, config = sample.parse_spec(spec, size, 256)
+    return model_class(dataclasses.replace(config, **changes))
+
+
+def text_batch(B, T, seed=0):
+    return torch.randint(256, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_step_and_chunked_prefill_equal_the_full_pass(spec):
+    model, idx = make(spec, L=2), text_batch(2, 300)
+    full, loss, end = model(idx, idx)
+    assert full.shape == (2, 300, 256)
+    assert loss.shape == ()
+    chunks, state = [], None
+    for chunk in idx.split([1, 2, 64, 100, 133], dim=1):
+        logits, none, state = model(chunk, state=state)
+        assert none is None
+        chunks.append(logits)
+    if spec == "hmamba:scan=clamped":  # as printed, the result depends on where the chunks begin
+        assert (torch.cat(chunks, 1) - full).abs().max() > 0.1
+        return
+    if spec == "hmamba:head=born":  # the logarithm of a squared modulus near 0 has no absolute tolerance
+        chunks, full = [x.exp() for x in chunks], full.exp()
+    torch.testing.assert_close(torch.cat(chunks, 1), full, atol=1e-4, rtol=0)
+    state, steps = model.init_state(2), []
+    for t in range(300):
+        logits, state = model.step(idx[:, t], state)
+        steps.append(logits)
+    steps = torch.stack(steps, 1)
+    torch.testing.assert_close(steps.exp() if spec == "hmamba:head=born" else steps, full, atol=1e-4, rtol=0)
+    for layer, expected in zip(state, end):
+        for x, y, first in zip(layer, expected, model.init_state(2)[0]):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
+            assert x.shape == first.shape  # O(1) memory
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_models_are_causal(spec):
+    model, idx = make(spec, L=2), text_batch(1, 80)
+    changed = idx.clone()
+    changed[:, 50] = (idx[:, 50] + 1) % 256
+    before, after = model(idx)[0], model(changed)[0]
+    torch.testing.assert_close(after[:, :50], before[:, :50], atol=1e-5, rtol=0)
+    assert (after[:, 50:] - before[:, 50:]).abs().amax(-1).min() > 0  # the present and all that follows depend on it
+
+
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_every_parameter_learns(spec):
+    """Each gets a gradient that is finite and not zero: nothing is dead, and DDP finds nothing unused."""
+    model, idx = make(spec, L=2), text_batch(2, 65)
+    model(idx[:, :-1], idx[:, 1:])[1].backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+        assert p.grad.abs().max() > 0, name
+
+
+def count(spec, size):
+    with torch.device("meta"):
+        return make(spec, size).num_params()
+
+
+def test_parameter_counts():
+    """QS 5.7: 253M, pairs within 0.02 %. The counts are worked out by hand."""
+    assert count("hmamba", "253m")["total"] == 253_033_856
+    assert count("mamba", "253m")["total"] == 253_051_904
+    assert abs(253_033_856 - 253_051_904) / 253_051_904 < 2e-4
+    assert count("hmamba", "253m")["param_proj"] == 24 * 16 * (6 * 16 + 1) * (2048 + 1)  # 6N+1 reals a head, and a bias
+    assert hmamba.matched_width(hmamba.MambaConfig(D=1024, L=24, H=16)) == 1258  # the paper's width
+    for size in hmamba.Mamba.SIZES:  # within one unit of width at every size
+        config = hmamba.Mamba.SIZES[size]
+        difference = count("hmamba", size)["total"] - count("mamba", size)["total"]
+        assert abs(difference) <= 3 * config.D * config.L
+    for spec in VARIANTS:
+        counts = count(spec, "tiny")
+        assert sum(counts.values()) == 2 * counts["total"]
+    assert 24e6 < count("hmamba", "small")["total"] < 27e6
+    assert "omega" not in count("hmamba:field=real", "tiny")  # what a setting disables is not registered
+    widths = {spec: count(spec, "tiny")["param_proj"] for spec in VARIANTS if spec.startswith("hmamba")}
+    assert widths["hmamba"] == 4 * 4 * 97 * 257
+    assert widths["hmamba:gate=none"] == 4 * 4 * 81 * 257
+    assert widths["hmamba:field=real"] == 4 * 4 * 96 * 257
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", [v for v in VARIANTS if "born" not in v])
+def test_untrained_loss_is_uniform_at_tiny(spec):
+    idx = text_batch(4, 257)
+    assert abs(make(spec)(idx[:, :-1], idx[:, 1:])[1].item() - math.log(256)) < 0.05, spec
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["hmamba", "mamba", "mamba:init=xavier"])
+def test_untrained_loss_at_other_widths(spec):
+    idx = text_batch(2, 65)
+    assert make(spec, "small")(idx[:, :-1], idx[:, 1:])[1].item() < math.log(256) + 0.5
+    assert make(spec, "253m", L=2)(idx[:, :-1], idx[:, 1:])[1].item() < math.log(256) + 0.5
+
+
+def test_initialisation_is_as_the_docstring_says():
+    model = make("hmamba", "small")
+    layer = model.layers[3]
+    assert model.embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert layer.param_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    for proj, scale in ((layer.in_proj, 1), (layer.back_proj, 1), (layer.out_proj, 10**-0.5)):
+        bound = (6 / sum(proj.weight.shape)) ** 0.5 * scale
+        assert 0.99 * bound < proj.weight.abs().max() <= bound
+    biases = dict(zip(layer.widths, layer.param_proj.bias.split(list(layer.widths.values()))))
+    assert all((biases[k] == 0).all() for k in ("b", "C", "gate", "delta"))
+    dt = torch.cat([torch.nn.functional.softplus(x.param_proj.bias[-8:]) for x in model.layers])
+    assert 1e-3 <= dt.min() < 5e-3
+    assert 0.02 < dt.max() <= 0.1 * 1.001
+    magnitude, sign = layer.omega.abs().log10(), layer.omega.sign()
+    torch.testing.assert_close(magnitude, torch.linspace(-1, 1, 16).expand(8, 16))
+    assert (sign[:, 1:] == -sign[:, :-1]).all()
+    psi0 = model.init_state(3)[3][1]
+    torch.testing.assert_close(psi0.norm(dim=-1), torch.ones(3, 128))
+    assert psi0.mean(1).abs().max() < 0.3  # all directions, not the real axis
+
+    mixer = make("mamba", "small").layers[3].mixer
+    dt = torch.nn.functional.softplus(mixer.dt_proj.bias)
+    assert 0.999e-3 <= dt.min() < 1.2e-3
+    assert 0.09 < dt.max() <= 0.1 * 1.001
+    torch.testing.assert_close(-mixer.A_log.exp(), -torch.arange(1.0, 17).expand(1024, 16))
+    assert (mixer.D == 1).all()
+    xavier = make("mamba:init=xavier", "small").layers[3].mixer
+    assert (xavier.dt_proj.bias == 0).all()
+    assert xavier.out_proj.weight.abs().max() > 3 * mixer.out_proj.weight.abs().max()  # no 1 / sqrt(10)
+
+
+def test_decay_groups():
+    """Rank >= 2 decays (QS section 7), the dynamics do not; every parameter is in one group."""
+    _, groups = train.make_optimizer(make("hmamba"), 1e-3, torch.device("cpu"))
+    assert groups["no_decay"] == [
+        "layers.*.conv1d.bias", "layers.*.norm.weight", "layers.*.omega", "layers.*.param_proj.bias", "layers.*.psi0", "norm_f.weight",
+    ]  # fmt: skip
+    assert "embedding.weight" in groups["decay"]
+    _, official = train.make_optimizer(make("mamba"), 1e-3, torch.device("cpu"))
+    _, xavier = train.make_optimizer(make("mamba:init=xavier"), 1e-3, torch.device("cpu"))
+    assert "layers.*.mixer.A_log" in official["no_decay"]
+    assert "layers.*.mixer.A_log" in xavier["decay"]
+
+
+def capture_scan(monkeypatch):
+    """The arguments of every call of complex_scan from the model."""
+    calls = []
+
+    def spy(*args, **kwargs):
+        calls.append(args)
+        return kernels.complex_scan(*args, **kwargs)
+
+    monkeypatch.setattr(hmamba, "complex_scan", spy)
+    return calls
+
+
+@torch.no_grad()
+def test_transition_is_the_cayley_map_times_the_gate(monkeypatch):
+    """QS Algorithm 1, computed as printed: a = sigmoid(u) (1 + i phi) / (1 - i phi), from the same projections."""
+    calls, model, idx = capture_scan(monkeypatch), make("hmamba", L=1), text_batch(2, 50)
+    layer, projected = model.layers[0], []
+    layer.omega.mul_(100)  # large phases too
+    layer.param_proj.register_forward_hook(lambda *args: projected.append(args[2].double()))
+    model(idx)
+    _, _, gate, delta, dt = projected[0].split(list(layer.widths.values()), -1)
+    dt = torch.nn.functional.softplus(dt).clamp(max=0.1)
+    phi = 0.5 * dt.unsqueeze(-1) * (delta.view(2, 50, 4, 16) + layer.omega.double())
+    one = torch.ones_like(phi)
+    cayley = (torch.complex(one, phi) / torch.complex(one, -phi)).flatten(2)
+    torch.testing.assert_close(cayley.abs(), torch.ones_like(cayley.abs()))  # unit modulus
+    log_decay, theta = calls[0][0].double(), calls[0][1].double()
+    assert theta.abs().max() > 3
+    torch.testing.assert_close(torch.exp(torch.complex(log_decay, theta)), gate.sigmoid() * cayley, atol=1e-6, rtol=0)
+
+
+def test_relative_phase_is_transported_exactly():
+    """QS Lemma 6.2: without input the phase difference of two coordinates adds up, whatever the gates, at unit
+    sensitivity; the magnitude of rho carries the gates."""
+    T = 200
+    theta, log_decay = randn(1, T, 2).requires_grad_(), -randn(1, T, 2, seed=1).abs()
+    psi0 = randn(1, 2, 2, seed=2)
+    _, psi = kernels.complex_scan(log_decay, theta, torch.zeros(1, T, 2, 2, dtype=torch.float64), psi0)
+    psi, psi0 = torch.view_as_complex(psi)[0], torch.view_as_complex(psi0)[0]
+    rho, rho0 = psi[0] * psi[1].conj(), psi0[0] * psi0[1].conj()
+    advance = (theta[0, :, 0] - theta[0, :, 1]).sum()
+    turn = torch.polar(torch.ones((), dtype=torch.float64), rho0.angle() + advance)
+    torch.testing.assert_close(rho / rho.abs(), turn)
+    torch.testing.assert_close(rho.abs().log(), rho0.abs().log() + log_decay.sum())
+    (gradient,) = torch.autograd.grad(rho.angle(), theta)
+    torch.testing.assert_close(gradient[0], torch.tensor([1.0, -1.0], dtype=torch.float64).expand(T, 2))
+
+
+@torch.no_grad()
+def test_experiments_change_what_they_name(monkeypatch):
+    calls, idx = capture_scan(monkeypatch), text_batch(1, 20)
+    make("hmamba:gate=none", L=1)(idx)
+    assert (calls[-1][0] == 0).all()  # alpha = 1
+    make("hmamba:field=real", L=1)(idx)
+    assert calls[-1][1] is None
+    assert calls[-1][2].shape == (1, 20, 2 * 4 * 16)  # 2N real channels a head
+    for spec in ("hmamba:head=mos", "hmamba:head=born", "mamba:head=mos", "mamba:head=born"):
+        logits = make(spec, L=1)(idx)[0]
+        torch.testing.assert_close(logits.logsumexp(-1), torch.zeros(1, 20), atol=1e-5, rtol=0)  # log-probabilities
+    # Born rule against complex arithmetic
+    model = make("hmamba:head=born", L=1)
+    x = randn(1, 3, 128).float()
+    psi, e = (torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) for t in (x, model.embedding.weight))
+    p = torch.einsum("vk,btk->btv", e.conj(), psi).abs().square()
+    torch.testing.assert_close(
+        model.readout(x, model.embedding.weight).exp(), p / p.sum(-1, keepdim=True), atol=1e-6, rtol=1e-4
+    )
+
+
+def test_no_gate_means_a_unitary_transition():
+    """Without input the norm of the state stays 1 per coordinate, and gate=sigmoid at 0 halves it."""
+    for spec, expected in (("hmamba:gate=none", 1.0), ("hmamba", 0.5**10)):
+        layer = make(spec, L=1).layers[0]
+        torch.nn.init.zeros_(layer.param_proj.weight)
+        _, (_, psi) = layer(randn(1, 10, 128).float(), layer.init_state(1))
+        torch.testing.assert_close(psi.norm(dim=-1), torch.full((1, 64), expected), rtol=1e-5, atol=0)
+
+
+# What transformers 5.24.0 and mambapy 1.2.0 compute (they agree to 4e-7) for the weights of the formula below:
+# logits of the last position, the loss, and the gradient norms, in the order in which the formula numbers the parameters.
+LOGITS_LAST = [
+    [0.2409888, 0.2216169, -0.6595511, 1.02406, -1.274566, 1.38318, -1.33781, 1.143509, -0.8219057, 0.4088035, 0.04980896],
+    [-1.987168, 1.49696, -0.8401037, 0.08972202, 0.670648, -1.356358, 1.891071, -2.215259, 2.292833, -2.115156, 1.702009],
+]  # fmt: skip
+LOSS = 3.042665
+GRAD_NORMS = {
+    "embedding.weight": 1.453945,
+    "layers.0.norm.weight": 0.2826491,
+    "layers.0.mixer.in_proj.weight": 0.8022123,
+    "layers.0.mixer.conv1d.weight": 2.576505,
+    "layers.0.mixer.conv1d.bias": 1.0223,
+    "layers.0.mixer.x_proj.weight": 0.2546426,
+    "layers.0.mixer.dt_proj.weight": 0.008027206,
+    "layers.0.mixer.dt_proj.bias": 0.04162394,
+    "layers.0.mixer.A_log": 0.01495401,
+    "layers.0.mixer.D": 0.2872706,
+    "layers.0.mixer.out_proj.weight": 1.757589,
+    "layers.1.norm.weight": 0.08328699,
+    "layers.1.mixer.in_proj.weight": 0.5491326,
+    "layers.1.mixer.conv1d.weight": 0.375606,
+    "layers.1.mixer.conv1d.bias": 0.1943965,
+    "layers.1.mixer.x_proj.weight": 0.08900396,
+    "layers.1.mixer.dt_proj.weight": 0.008842969,
+    "layers.1.mixer.dt_proj.bias": 0.03614494,
+    "layers.1.mixer.A_log": 0.004414224,
+    "layers.1.mixer.D": 0.2096387,
+    "layers.1.mixer.out_proj.weight": 0.6028824,
+    "norm_f.weight": 0.28001,
+}
+
+
+def test_mamba_is_the_published_one():
+    model = hmamba.Mamba(hmamba.MambaConfig(V=11, D=16, L=2, N=4, mlp=0))
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == set(GRAD_NORMS)
+    with torch.no_grad():
+        for k, name in enumerate(GRAD_NORMS):
+            p, j = parameters[name], torch.arange(parameters[name].numel()).double()
+            value = (0.3 * torch.sin(1.7 * k + 0.61 * j + 0.013 * j * k)).view(p.shape)
+            if name.endswith(("norm.weight", "norm_f.weight", "mixer.D")):
+                value = 1 + value
+            if name.endswith("A_log"):
+                value = torch.arange(1, 5).double().log() + value
+            if name.endswith("dt_proj.bias"):
+                value = value - 2
+            p.copy_(value)
+    b, t = torch.arange(2).view(2, 1), torch.arange(10)
+    tokens = (3 * b + 5 * t + t * t) % 11
+    logits, loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    torch.testing.assert_close(logits[:, -1], torch.tensor(LOGITS_LAST), atol=5e-6, rtol=0)
+    assert loss.item() == pytest.approx(LOSS, abs=5e-6)
+    for name, expected in GRAD_NORMS.items():
+        assert parameters[name].grad.norm().item() == pytest.approx(expected, rel=1e-5), name
+
+
+@pytest.mark.parametrize("spec", ["hmamba", "hmamba:field=real", "mamba"])
+def test_autocast_keeps_gates_in_float32(spec, monkeypatch):
+    """bf16 autocast: gates and angles are float32 functions of the (rounded) logits, and training stays finite."""
+    calls, model, idx = capture_scan(monkeypatch), make(spec, L=2), text_batch(2, 65)
+    projected = []
+    if spec != "mamba":
+        model.layers[0].param_proj.register_forward_hook(lambda *args: projected.append(args[2]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    if spec != "mamba":
+        gate = projected[0].split(list(model.layers[0].widths.values()), -1)[2]
+        assert gate.dtype == torch.bfloat16
+        assert calls[0][0].dtype == torch.float32
+        assert torch.equal(calls[0][0], torch.nn.functional.logsigmoid(gate.float()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_slow_gate_survives_a_thousand_steps(autocast):
+    """sigmoid(6)^1024 = 0.079; were the gate rounded to bf16, as autocast alone would, 0.018 would be left."""
+    layer = make("hmamba", L=1).layers[0]
+    torch.nn.init.zeros_(layer.param_proj.weight)
+    layer.param_proj.bias[2 * 2 * 64 : 5 * 64] = 6
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        _, (_, psi) = layer(randn(1, 1024, 128).float(), layer.init_state(1))
+    torch.testing.assert_close(psi.norm(dim=-1), torch.full((1, 64), 0.0792), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("spec", ["hmamba", "mamba"])
+def test_checkpointing_and_compile_change_nothing(spec):
+    model, idx = make(spec, L=2), text_batch(2, 65)
+
+    def run():
+        model.zero_grad()
+        logits, loss, _ = model(idx[:, :-1], idx[:, 1:])
+        loss.backward()
+        return [logits, *(p.grad.clone() for p in model.parameters())]
+
+    plain = run()
+    model.checkpointing = True
+    assert all(torch.equal(x, y) for x, y in zip(plain, run()))
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)  # the scans are single nodes: no graph break
+    for checkpointing in (True, False):
+        model.checkpointing = checkpointing
+        for x, y in zip(plain, run()):
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+def test_flops():
+    """6 flops a matrix parameter, tied head included, forward and backward; the recurrence is a small rest."""
+    for spec in ("hmamba", "mamba"):
+        with torch.device("meta"):
+            model = make(spec, "253m")
+        matrices = sum(
+            p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "A_log" not in n and "omega" not in n
+        )
+        assert 6 * matrices <= model.flops_per_token() < 1.05 * 6 * matrices
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gru", "unknown model 'gru'; known: hmamba, mamba"),
+        ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="),
+        ("hmamba:N", "no setting 'N'"),
+        ("hmamba:V=3", "no setting 'V=3'"),
+        ("hmamba:N=four", "N=four is not int"),
+        ("hmamba:N=0", "N=0 must be at least 1"),
+        ("hmamba:field=quaternion", "field=quaternion is unknown; known: complex, real"),
+        ("hmamba:field=real:scan=clamped", "field=complex only"),
+        ("mamba:init=zero", "known: official, xavier"),
+        ("mamba:D=33:head=born", "must be even"),
+    ],
+)
+def test_specs_refused(spec, message):
+    with pytest.raises(data.InputError, match=re.escape(message)):
+        sample.parse_spec(spec, "tiny", 256)
+    with pytest.raises(data.InputError, match="no size 'huge'; known: tiny"):
+        sample.parse_spec("hmamba", "huge", 256)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of prepared corpora."""
+    monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_tree(root, files):
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def text(size, seed=0):
+    return np.random.RandomState(seed).bytes(size)
+
+
+# ---- faults: each is one line on stderr and exit code 2, as `python data.py` prints it ----
+
+
+def empty_file(tmp):
+    (tmp / "x").touch()
+
+
+def empty_folder(tmp):
+    (tmp / "x").mkdir()
+
+
+def hidden_files_only(tmp):
+    write_tree(tmp / "x", {".hidden": text(9000), ".git/objects": text(9000)})
+
+
+def short_file(tmp):
+    (tmp / "x").write_bytes(text(2000))
+
+
+def short_folder(tmp):
+    write_tree(tmp / "x", {"a": text(1000), "b": text(1000)})
+
+
+def fifo(tmp):
+    os.mkfifo(tmp / "x")
+
+
+def fifo_in_folder(tmp):
+    write_tree(tmp / "x", {"a": text(9000)})
+    os.mkfifo(tmp / "x" / "pipe")
+
+
+def socket_in_folder(tmp):
+    write_tree(tmp / "x", {"a": text(9000)})
+    here = os.getcwd()
+    os.chdir(tmp / "x")  # the name of a socket may have 107 bytes only
+    try:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.bind("sock")
+    finally:
+        os.chdir(here)
+
+
+def link_to_device_in_folder(tmp):
+    write_tree(tmp / "x", {"a": text(9000)})
+    (tmp / "x" / "zero").symlink_to("/dev/zero")
+
+
+def link_to_file_outside(tmp):
+    write_tree(tmp, {"x/a": text(9000), "x-secret": text(9000)})  # "x-secret" begins with "x", yet is not in it
+    (tmp / "x" / "b").symlink_to("../x-secret")
+
+
+def link_to_folder_outside(tmp):
+    write_tree(tmp, {"x/sub/a": text(9000), "home/secret": text(9000)})
+    (tmp / "x" / "sub" / "b").symlink_to(tmp / "home")
+
+
+def dangling_link(tmp):
+    (tmp / "x").symlink_to("nowhere")
+
+
+def dangling_link_in_folder(tmp):
+    write_tree(tmp / "x", {"a": text(9000)})
+    (tmp / "x" / "b").symlink_to("nowhere")
+
+
+def link_to_itself_in_folder(tmp):
+    write_tree(tmp / "x", {"a": text(9000)})
+    (tmp / "x" / "b").symlink_to("b")
+
+
+def cache_itself(tmp):
+    write_tree(tmp / "cache", {"stdlib-0123456789ab.bin": text(9000)})
+    (tmp / "x").symlink_to("cache")
+
+
+FAULTS = [
+    (None, ["nope"], "no corpus 'nope': give a name (stdlib"),
+    (None, [""], "no corpus ''"),
+    (None, ["no/such/file.txt"], "no corpus 'no/such/file.txt'"),
+    (None, ["n" * 300], "File name too long"),
+    (None, ["/dev/zero"], "not a regular file"),
+    (None, ["stdlib", "--seq", "x"], "invalid int value: 'x'"),
+    (None, ["stdlib", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+    (None, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
+    (None, ["stdlib", "--seq", "10000000"], "each split needs 10000001 bytes"),
+    (empty_file, ["x"], "x is empty"),
+    (empty_folder, ["x"], "x is empty"),
+    (hidden_files_only, ["x"], "x is empty"),
+    (short_file, ["x"], "each split needs 257 bytes, the shortest has 100"),
+    (short_folder, ["x"], "bring 5,140 bytes in all (now 2,000)"),
+    (fifo, ["x"], "not a regular file"),
+    (fifo_in_folder, ["x"], "pipe is not a regular file"),
+    (socket_in_folder, ["x"], "sock is not a regular file"),
+    (link_to_device_in_folder, ["x"], "zero is a link out of"),
+    (link_to_file_outside, ["x"], "b is a link out of"),
+    (link_to_folder_outside, ["x"], "b is a link out of"),
+    (dangling_link, ["x"], "no corpus 'x'"),
+    (dangling_link_in_folder, ["x"], "No such file"),
+    (link_to_itself_in_folder, ["x"], "cannot read x"),
+    (cache_itself, ["x"], "where prepared corpora are kept"),
+]
+
+
+def data_py(*argv):
+    """Runs `python data.py ARGV` in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["data.py", *argv])
+        data.command_line(data.main)
+
+
+def refused(argv, capsys):
+    """Runs `python data.py ARGV`, which has to fail properly, and returns its message."""
+    with pytest.raises(SystemExit) as exit:
+        data_py(*argv)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == ""
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("make, argv, message", FAULTS, ids=[m.__name__ if m else a[-1][:9] for m, a, _ in FAULTS])
+def test_data_faults(make, argv, message, cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if make:
+        make(tmp_path)
+    assert message in refused(argv, capsys)
+    assert not list(cache.glob("*.part"))
+
+
+def deny(real, denied):
+    """`real`, but without the permission for one path. (chmod does not stop root, who runs many a CI.)"""
+
+    def call(path, *args, **kwargs):
+        if isinstance(path, (str, Path)) and Path(path).resolve() == denied:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("argument, denied", [("x/a", "x/a"), ("x", "x/a"), ("x", "x/sub")])
+def test_data_without_permission(argument, denied, cache, tmp_path, monkeypatch, capsys):
+    write_tree(tmp_path / "x", {"a": text(9000), "sub/b": text(9000)})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.open", deny(open, tmp_path / denied))
+    monkeypatch.setattr(Path, "iterdir", deny(Path.iterdir, tmp_path / denied))
+    message = refused([argument], capsys)
+    assert "cannot read" in message and "Permission denied" in message and str(denied) in message
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_data_every_split_holds_a_window(tmp_path):
+    (tmp_path / "x").write_bytes(text(20 * 257))
+    data.load(tmp_path / "x", 256)  # as many bytes as the message asks for are enough
+    for size in range(5000, 5200):
+        (tmp_path / "x").write_bytes(text(size))
+        ends = [0, size * 90 // 100, size * 95 // 100, size]
+        if min(np.diff(ends)) >= 257:
+            assert data.load(tmp_path / "x", 256).split("val").size >= 257
+        else:
+            with pytest.raises(data.InputError, match="too short"):
+                data.load(tmp_path / "x", 256)
+
+
+# ---- files and folders ----
+
+
+def test_data_file_is_mapped_where_it_lies(cache, tmp_path):
+    (tmp_path / "book.txt").write_bytes(text(9000))
+    (tmp_path / "link.txt").symlink_to("book.txt")
+    for name in "book", "link":
+        corpus = data.load(str(tmp_path / f"{name}.txt"), 64)
+        assert (corpus.name, corpus.path, corpus.vocab_size) == (name, tmp_path / f"{name}.txt", 256)
+        assert isinstance(corpus.tokens, np.memmap) and corpus.tokens.dtype == np.uint8
+        assert corpus.tokens.tobytes() == text(9000)
+        with pytest.raises(ValueError):
+            corpus.tokens[0] = 0  # the user's file is never written
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "file, name",
+    [
+        ("a b/c:d=é,.txt", "c_d___"),
+        ("archive.tar.gz", "archive.tar"),
+        ("...", "_"),
+        (".vimrc", "vimrc"),
+        ("n" * 99 + ".txt", "n" * 40),
+    ],
+)
+def test_data_name_is_safe_for_a_folder(file, name, tmp_path):
+    write_tree(tmp_path, {file: text(9000)})
+    corpus = data.load(tmp_path / file, 64)
+    assert corpus.name == name and corpus.path == tmp_path / file
+
+
+def test_data_known_name_comes_before_a_path(cache, tmp_path, monkeypatch):
+    (tmp_path / "stdlib").write_bytes(text(9000))
+    monkeypatch.chdir(tmp_path)
+    assert data.load("stdlib", 64).tokens.size > 1e6
+    assert data.load("./stdlib", 64).tokens.size == 9000
+
+
+def test_data_folder_is_joined_in_order_of_path(cache, tmp_path, monkeypatch):
+    parts = {
+        "a-b": b"1" * 500,
+        "a.txt": b"2" * 500,
+        "a/z/y": b"3" * 500,
+        "a0": b"4" * 500,
+        "tests/x": b"5" * 500,
+        "é": b"6" * 500,
+    }
+    folder = write_tree(tmp_path / "folder", dict(reversed(parts.items())))
+    write_tree(folder, {".hidden": b"h" * 500, ".git/config": b"h" * 500, "a/.DS_Store": b"h" * 500, "empty": b""})
+    corpus = data.load(folder, 16)
+    assert corpus.tokens.tobytes() == b"".join(parts.values())
+    assert corpus.name == "folder" and corpus.path.parent == cache
+    assert isinstance(corpus.tokens, np.memmap)
+    monkeypatch.chdir(folder)
+    assert data.load(".", 16).path == corpus.path
+
+
+def test_data_links_that_stay_inside(cache, tmp_path):
+    folder = write_tree(tmp_path / "x", {"a/1": b"1" * 900, ".store/2": b"2" * 900})
+    (folder / "b").symlink_to(".store/2")  # a file: read
+    (folder / "a" / "loop").symlink_to(folder)  # a folder: its files are read under their own names already
+    assert data.load(folder, 16).tokens.tobytes() == b"1" * 900 + b"2" * 900
+
+
+def test_data_cache_does_not_feed_on_itself(tmp_path, monkeypatch):
+    folder = write_tree(tmp_path / "x", {"a": text(9000)})
+    monkeypatch.setenv("NANOHILBERT_DATA", str(folder / "cache"))
+    first = data.load(folder, 16)
+    assert first.path.parent == folder / "cache"
+    assert data.load(folder, 16).path == first.path
+    assert first.tokens.size == 9000
+
+
+def test_data_folder_is_prepared_once(cache, tmp_path):
+    folder = write_tree(tmp_path / "x", {"a": text(9000)})
+    inode = data.load(folder, 16).path.stat().st_ino
+    assert data.load(folder, 16).path.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("change", ["content", "name", "more"])
+def test_data_changed_folder_is_prepared_again(change, cache, tmp_path):
+    folder = write_tree(tmp_path / "x", {"a": text(5000), "b": text(4000, seed=1)})
+    before = data.load(folder, 16)
+    if change == "content":  # of equal size, a microsecond later
+        info = (folder / "a").stat()
+        (folder / "a").write_bytes(text(5000, seed=2))
+        os.utime(folder / "a", ns=(info.st_atime_ns, info.st_mtime_ns + 1000))
+    elif change == "name":
+        (folder / "b").rename(folder / "c")
+    else:
+        (folder / "c").write_bytes(b"more")
+    after = data.load(folder, 16)
+    assert after.path != before.path
+    assert after.tokens.tobytes() == b"".join(p.read_bytes() for p in sorted(folder.iterdir()))
+    assert before.tokens.tobytes() == text(5000) + text(4000, seed=1)  # a run that goes on keeps its data
+
+
+def test_data_equal_folders_elsewhere_do_not_collide(cache, tmp_path):
+    for place in "here", "there":
+        write_tree(tmp_path / place / "x", {"a": text(9000)})
+        os.utime(tmp_path / place / "x" / "a", ns=(1, 1))
+    assert data.load(tmp_path / "here/x", 16).path != data.load(tmp_path / "there/x", 16).path
+
+
+@pytest.mark.parametrize("size", [0, 4096, 9001])
+def test_data_damaged_cache_is_prepared_again(size, cache, tmp_path):
+    folder = write_tree(tmp_path / "x", {"a": text(9000)})
+    path = data.load(folder, 16).path
+    os.truncate(path, size)
+    corpus = data.load(folder, 16)
+    assert corpus.path == path and corpus.tokens.tobytes() == text(9000)
+
+
+def test_data_killed_while_preparing(cache, tmp_path):
+    folder = write_tree(tmp_path / "x", {"a": text(9000), "b": text(9000)})
+    code = (
+        "import data, os, signal, sys; data.os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL); "
+        "data.load(sys.argv[1], 16)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=Path(data.__file__).parent, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [p.suffix for p in cache.iterdir()] == [".part"]  # it was killed half-way, and left no corpus
+    assert data.load(folder, 16).tokens.tobytes() == text(9000) * 2
+
+
+def test_data_interrupted_while_preparing(cache, tmp_path, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    folder = write_tree(tmp_path / "x", {"a": text(9000)})
+    monkeypatch.setattr(data.os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        data.load(folder, 16)
+    assert not list(cache.iterdir())
+
+
+def test_data_disk_full(cache, tmp_path, capsys):
+    folder = write_tree(tmp_path / "x", {"a": text(300_000), "b": text(300_000)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))  # writing more fails, as on a full disk
+    try:
+        message = refused([str(folder)], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot write" in message and "600,000 bytes" in message and "NANOHILBERT_DATA" in message
+    assert not list(cache.iterdir())
+
+
+def test_data_cache_folder_cannot_be_made(tmp_path, monkeypatch, capsys):
+    folder = write_tree(tmp_path / "x", {"a": text(9000)})
+    monkeypatch.setenv("NANOHILBERT_DATA", str(folder / "a" / "cache"))
+    assert "NANOHILBERT_DATA" in refused([str(folder)], capsys)
+
+
+def test_data_two_processes_prepare_at_once(cache, tmp_path, monkeypatch):
+    folder = write_tree(tmp_path / "x", {"a": text(5000), "b": text(4000)})
+    read_chunks, others = data.read_chunks, []
+
+    def meanwhile(path):  # the other one starts after we did, and ends before us
+        if not others:
+            others.append(None)
+            others[0] = data.load(folder, 16)
+        yield from read_chunks(path)
+
+    monkeypatch.setattr(data, "read_chunks", meanwhile)
+    ours = data.load(folder, 16)
+    for corpus in ours, others[0]:
+        assert corpus.tokens.tobytes() == text(5000) + text(4000)
+    assert list(cache.iterdir()) == [ours.path]
+
+
+def test_data_folder_that_changes_while_it_is_read(cache, tmp_path, monkeypatch):
+    folder = write_tree(tmp_path / "x", {"a": text(5000)})
+    monkeypatch.setattr(data, "read_chunks", lambda path: iter([text(5000), b"grown"]))
+    with pytest.raises(data.InputError, match="changed while it was read"):
+        data.load(folder, 16)
+    assert not list(cache.iterdir())
+
+
+def test_data_stdlib_is_the_library_without_its_tests(cache, tmp_path, monkeypatch):
+    kept = {"a.py": b"1" * 900, "b/c.py": b"2" * 900, "b_test.py": b"3" * 900, "test.py": b"4" * 900}
+    root = write_tree(tmp_path / "python", dict(reversed(kept.items())))
+    for folder in "site-packages", "dist-packages", "test", "b/tests", "b/idle_test", ".hidden":
+        write_tree(root, {f"{folder}/x.py": b"x" * 900, f"{folder}/deep/x.py": b"x" * 900})
+    write_tree(root, {"b/c.pyc": b"x" * 900, "lib.so": b"x" * 900, "LICENSE": b"x" * 900})
+    write_tree(tmp_path, {"etc/custom.py": b"5" * 900})
+    (root / "z.py").symlink_to(tmp_path / "etc" / "custom.py")  # a distribution's own: Python's folder is trusted
+    (root / "broken.py").symlink_to("nowhere")
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    assert data.load("stdlib", 16).tokens.tobytes() == b"".join(kept.values()) + b"5" * 900
+
+
+def test_data_stdlib_of_this_python(cache):
+    first = data.load("stdlib", 256)
+    content = first.tokens.tobytes()
+    first.path.unlink()
+    second = data.load("stdlib", 256)
+    assert second.path == first.path and second.tokens.tobytes() == content
+    assert first.name == "stdlib" and first.path.name.startswith("stdlib-") and first.path.suffix == ".bin"
+    root = Path(os.__file__).parent
+    names = [str(p.relative_to(root)) for p in root.rglob("*.py") if p.is_file()]
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    names = sorted(n for n in names if not skip & set(Path(n).parts) and not any(p[0] == "." for p in Path(n).parts))
+    assert hashlib.sha256(b"".join((root / n).read_bytes() for n in names)).hexdigest() == second.sha256
+
+
+def test_data_sha256(cache, tmp_path):
+    size = (1 << 20) + 7  # more than one chunk
+    folder = write_tree(tmp_path / "x", {"a": text(size), "b": text(size, seed=1)})
+    assert data.load(folder / "a", 16).sha256 == hashlib.sha256(text(size)).hexdigest()
+    assert data.load(folder, 16).sha256 == hashlib.sha256(text(size) + text(size, seed=1)).hexdigest()
+
+
+def test_data_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "elsewhere"))
+    assert data.cache_dir() == tmp_path / "elsewhere"
+    for unset in True, False:
+        monkeypatch.delenv("NANOHILBERT_DATA") if unset else monkeypatch.setenv("NANOHILBERT_DATA", "")
+        assert data.cache_dir() == Path(data.__file__).resolve().parent / "data"
+
+
+def test_data_command_line(cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(data.progress.keywords, "delay", 0)  # the bars must stay away for want of a terminal
+    data_py()
+    out, err = capsys.readouterr()
+    assert "not prepared yet" in out and err == "" and not cache.exists()
+    data_py("stdlib", "--seq", "64")
+    out, err = capsys.readouterr()
+    corpus = data.load("stdlib", 64)
+    train = corpus.split("train")
+    assert corpus.sha256 in out and f"{len(corpus.tokens):,} bytes" in out and err == ""
+    assert f"train  {len(train):,} bytes, {(len(train) - 1) // 64:,} windows of 64" in out
+    data_py()
+    out, _ = capsys.readouterr()
+    assert "not prepared" not in out and "prepared" in out and f"{len(corpus.tokens):,}" in out
+    with pytest.raises(SystemExit) as exit:
+        data_py("--help")
+    assert exit.value.code == 0 and "NANOHILBERT_DATA" in capsys.readouterr().out
+
+
+# ---- splits and windows ----
+
+
+@pytest.mark.parametrize("size", [1000, 1001, 1019, 99_999])
+def test_data_splits(size, tmp_path):
+    (tmp_path / "x").write_bytes(text(size))
+    corpus = data.load(tmp_path / "x", 8)
+    splits = [corpus.split(name) for name in ("train", "val", "test")]
+    assert b"".join(s.tobytes() for s in splits) == text(size)
+    assert np.abs(np.array([len(s) for s in splits]) - np.array([0.90, 0.05, 0.05]) * size).max() <= 1
+    assert all(np.shares_memory(s, corpus.tokens) for s in splits)
+    with pytest.raises(data.InputError, match="train, val, test"):
+        corpus.split("valid")
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("seq", [1, 2, 7, 64])
+def test_data_windows(seq, dtype, tmp_path):
+    for size in {seq + 1, 5 * seq, 5 * seq + 1, 6 * seq, 257}:
+        if size < seq + 1:
+            continue
+        (tmp_path / "x").write_bytes(text(size * np.dtype(dtype).itemsize))
+        tokens = np.memmap(tmp_path / "x", dtype=dtype, mode="r")
+        n = data.num_windows(tokens, seq)
+        assert n == len([k for k in range(size) if k * seq + seq + 1 <= size])
+        index = np.random.RandomState(0).permutation(np.append(np.arange(n), n - 1))  # one of them twice
+        x, y = data.get_windows(tokens, seq, index)
+        for a, start in (x, 0), (y, 1):
+            naive = [tokens[k * seq + start : k * seq + start + seq].tolist() for k in index]
+            assert a.dtype == torch.int64 and a.is_contiguous() and a.tolist() == naive
+        with pytest.raises(IndexError):
+            data.get_windows(tokens, seq, [n])
+        x, y = data.get_windows(tokens, seq, np.arange(0))
+        assert x.shape == y.shape == (0, seq)
+
+
+# ---- the data order ----
+
+
+@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 65_536, 70_000])
+def test_data_order_is_numpys_frozen_permutation(n):
+    for seed, epoch in (0, 0), (1337, 3), (2**32 - 1, 1):
+        expected = np.random.RandomState([seed, epoch]).permutation(n)
+        assert np.array_equal(data.permutation(n, seed, epoch), expected)
+
+
+def test_data_order_of_old_runs():
+    """Written down once: a change here changes every run made before it."""
+    assert data.train_index(10, 1337, 0, 12).tolist() == [3, 4, 5, 9, 7, 1, 6, 0, 8, 2, 0, 8]
+
+
+def test_data_order_is_without_replacement():
+    n, batch = 103, 8
+    order = np.concatenate([data.train_index(n, 1, step, batch) for step in range(3 * n)])
+    epochs = order.reshape(-1, n)  # epochs follow one another without a gap: batches straddle them
+    assert len(epochs) == 24
+    for e, epoch in enumerate(epochs):
+        assert np.array_equal(epoch, np.random.RandomState([1, e]).permutation(n))
+        assert np.array_equal(np.sort(epoch), np.arange(n))
+    assert len({e.tobytes() for e in epochs}) == 24
+    assert not np.array_equal(data.train_index(n, 2, 0, n), epochs[0])
+
+
+def test_data_order_depends_on_the_position_alone():
+    """So rank, micro-batch and where a run was resumed do not matter."""
+    for n in 5, 64, 100:
+        whole = data.train_index(n, 3, 0, 240)  # a batch of several epochs, too
+        assert whole.dtype == np.int64 and whole.shape == (240,)
+        for batch in 1, 8, 48, 120:
+            steps = list(range(240 // batch))
+            np.random.RandomState(0).shuffle(steps)
+            for step in steps:
+                assert np.array_equal(data.train_index(n, 3, step, batch), whole[step * batch : (step + 1) * batch])
+
+
+def test_data_order_is_a_pure_function():
+    first = data.train_index(50, 4, 7, 16)
+    again = first.copy()
+    first[:] = 0  # the caller's own copy, not the cached permutation
+    assert np.array_equal(data.train_index(50, 4, 7, 16), again)
+    data.permutation.cache_clear()
+    np.random.seed(99)  # numpy's global generator is neither used ...
+    assert np.array_equal(data.train_index(50, 4, 7, 16), again)
+    assert np.random.randint(10**6) == np.random.RandomState(99).randint(10**6)  # ... nor moved on
+
+
+def test_data_order_is_not_drawn_again_at_every_step():
+    data.permutation.cache_clear()
+    for step in range(100):
+        data.train_index(1000, 5, step, 32)
+    assert data.permutation.cache_info().misses == 4
+
+
+def test_data_eval_windows():
+    assert data.eval_index(10, 5).tolist() == [0, 2, 4, 6, 8]
+    assert data.eval_index(10, 3).tolist() == [0, 3, 6]
+    assert data.eval_index(3, 20).tolist() == [0, 1, 2]
+    assert data.eval_index(7, 0).tolist() == []
+    index = data.eval_index(123_456_789, 5120)
+    assert index.dtype == np.int64 and index[0] == 0 and set(np.diff(index)) == {24112, 24113}
+
+
+# ---- memory: a corpus is never loaded ----
+
+
+def test_data_memory_stays_small(cache, tmp_path):
+    with open(tmp_path / "big", "wb") as f:
+        f.truncate(8 << 30)  # 8 GiB without a block on the disk
+    (tmp_path / "x").mkdir()
+    with open(tmp_path / "x" / "a", "wb") as f:
+        f.truncate(64 << 20)
+    tracemalloc.start()
+    corpus = data.load(tmp_path / "big", 256)
+    tokens = corpus.split("train")
+    n = data.num_windows(tokens, 256)
+    x, y = data.get_windows(tokens, 256, np.append(data.eval_index(n, 29), n - 1))
+    assert len(data.load(tmp_path / "x", 256).sha256) == 64
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert n == (8 * 2**30 * 90 // 100 - 1) // 256 and x.shape == y.shape == (30, 256)
+    assert peak < 20e6
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_data_map_is_read_at_random(tmp_path):
+    """Else the kernel reads ahead, up to megabytes for one window of a corpus larger than memory."""
+    (tmp_path / "x").write_bytes(text(9000))
+    corpus = data.load(tmp_path / "x", 16)
+    mapping = Path("/proc/self/smaps").read_text().partition(str(corpus.path))[2]
+    assert " rr " in mapping.partition("VmFlags:")[2].partition("\n")[0] + " "
