@@ -10,6 +10,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -1207,3 +1208,553 @@ def test_data_map_is_read_at_random(tmp_path):
     corpus = data.load(tmp_path / "x", 16)
     mapping = Path("/proc/self/smaps").read_text().partition(str(corpus.path))[2]
     assert " rr " in mapping.partition("VmFlags:")[2].partition("\n")[0] + " "
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+SMALL = ["--model", "hmamba:D=32:L=2:H=2:N=4", "--data", "text.txt", "--seq", "32", "--batch", "8", "--micro", "4",
+         "--steps", "8", "--eval_every", "2", "--eval_seqs", "16", "--ckpt_every", "4", "--log_every", "1"]  # fmt: skip
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch, capsys):
+    """Runs train, sample, report or data as from the command line, in an empty folder with a text.txt.
+
+    Returns the exit code and what was printed to stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "cache"))
+    words = np.random.RandomState(0).choice(["phase ", "state ", "gate ", "to be or not\n", "0.5 "], 12_000)
+    (tmp_path / "text.txt").write_text("".join(words))
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    train.stop_signals.clear()
+
+    def run(module, *argv):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, argv)])
+        train.stop_signals.clear()
+        code = 0
+        try:
+            data.command_line(module.main)
+        except SystemExit as e:
+            code = e.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    yield run
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
+
+
+def weights(path):
+    checkpoint = sample.read_checkpoint(path)
+    return checkpoint["model"] | {
+        f"{k}.{name}": x for k, state in checkpoint["optimizer"]["state"].items() for name, x in state.items()
+    }
+
+
+def course(folder):
+    """What a run logged, without the times."""
+    return [{k: v for k, v in e.items() if k not in ("time_s", "tok_s")} for e in report.read_log(folder)[1:]]
+
+
+def assert_same_run(a, b):
+    assert course(a) == course(b)
+    x, y = weights(f"{a}/last.pt"), weights(f"{b}/last.pt")
+    assert x.keys() == y.keys()
+    assert all(torch.equal(x[k], y[k]) for k in x)
+
+
+def assert_nearly_same_course(a, b):
+    """Equal up to the order of sums."""
+    for x, y in zip(course(a), course(b), strict=True):
+        for key in x.keys() & {"loss", "grad_norm", "val_loss", "layers", "step", "event"}:
+            assert x[key] == (y[key] if key == "event" else pytest.approx(y[key], rel=1e-4))
+
+
+def test_train_writes_a_whole_run(program, tmp_path):
+    code, out, err = program(train, *SMALL)
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    folder = tmp_path / "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1"
+    assert {p.name for p in folder.iterdir()} == {"log.jsonl", "last.pt", "best.pt", "sample.txt", "curve.png"}
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    events = report.read_log(folder)
+    assert all({"event", "step", "tokens", "time_s"} <= e.keys() for e in events)
+    assert [e["step"] for e in events if e["event"] == "train"] == list(range(1, 9))
+    assert [e["step"] for e in events if e["event"] == "val"] == [0, 2, 4, 6, 8]
+    assert [e["step"] for e in events if e["event"] == "grad"] == [2, 4, 6, 8]
+    assert [e["event"] for e in events[-2:]] == ["final", "sample"]
+    header, first, final = events[0], events[1], events[-2]
+    text = (tmp_path / "text.txt").read_bytes()
+    assert header["data"] == {"name": "text", "size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    assert header["params"]["total"] == sum(x.numel() for x in sample.read_checkpoint(folder)["model"].values())
+    assert header["settings"]["lr"] == 2e-3  # from the protocol
+    assert header["versions"]["torch"] == torch.__version__
+    assert len(header["weight_decay"]["decay"]) + len(header["weight_decay"]["no_decay"]) == 12
+    assert first["val_loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert first["n_tokens"] == 16 * 32
+    assert final["n_tokens"] == (len(text) * 5 // 100 - 1) // 32 * 32
+    assert final["val_loss"] < first["val_loss"] - 0.3
+    grad = next(e for e in events if e["event"] == "grad")
+    assert len(grad["layers"]) == 2
+    assert 0 < min(grad["layers"]) < max(e["grad_norm"] for e in events if e["event"] == "train")
+    assert (folder / "sample.txt").read_text(encoding="utf-8") == events[-1]["text"]
+    assert sample.read_checkpoint(folder / "best.pt")["best"] == final["best"]
+
+    assert program(train, *SMALL, "--steps", 2)[0] == 0  # a second run disturbs nothing
+    assert {p.name for p in tmp_path.glob("runs/*")} == {folder.name, f"{folder.name}-2"}
+    assert len(report.read_log(folder)) == len(events)
+
+
+def test_resume_continues_bit_for_bit(program):
+    for spec in ("hmamba:D=32:L=2:H=2:N=4", "mamba:D=32:L=2:H=2:N=4"):
+        name = spec.split(":")[0]
+        assert program(train, *SMALL, "--model", spec, "--out", f"{name}-straight")[0] == 0
+        assert program(train, *SMALL, "--model", spec, "--out", f"{name}-cut", "--stop_at", 3)[0] == 0
+        assert sample.read_checkpoint(f"{name}-cut/last.pt")["step"] == 3
+        code, out, _ = program(train, "--resume", f"{name}-cut", "--stop_at", 5)
+        assert code == 0
+        assert program(train, "--resume", f"{name}-cut/last.pt")[0] == 0
+        cut = [e for e in course(f"{name}-cut") if e["step"] in (2, 4, 6, 8) or e["event"] == "train"]
+        straight = [e for e in course(f"{name}-straight") if e["step"] != 0]
+        assert [e for e in cut if e["step"] != 0] == straight
+        x, y = weights(f"{name}-straight/last.pt"), weights(f"{name}-cut/last.pt")
+        assert all(torch.equal(x[k], y[k]) for k in x)
+    code, _, err = program(train, "--resume", "mamba-cut")
+    assert code == 2
+    assert "the run is complete" in err
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signals_save_and_stop(program, monkeypatch, name):
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+    real = train.learning_rate
+
+    def interrupt(step, s):
+        if step == 4:
+            os.kill(os.getpid(), getattr(signal, name))
+        return real(step, s)
+
+    monkeypatch.setattr(train, "learning_rate", interrupt)
+    code, out, _ = program(train, *SMALL, "--out", "cut")
+    assert code == 128 + getattr(signal, name)
+    assert f"{name}: stopping after this step" in out
+    assert "stopped after step 5; go on with: python train.py --resume cut" in out
+    assert sample.read_checkpoint("cut/last.pt")["step"] == 5
+    monkeypatch.setattr(train, "learning_rate", real)
+    assert program(train, "--resume", "cut")[0] == 0
+    assert_same_run("straight", "cut")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_killed_run_resumes(program, tmp_path):
+    """kill -9 at some moment between two checkpoints: the log's surplus lines go, the course is the same."""
+    assert program(train, *SMALL, "--steps", 40, "--out", "straight")[0] == 0
+    command = [sys.executable, ROOT / "train.py", *SMALL, "--steps", "40", "--out", "cut"]
+    running = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL)
+    deadline = time.time() + 60
+    while not (tmp_path / "cut/last.pt").exists() and time.time() < deadline:
+        time.sleep(0.01)
+    running.kill()
+    running.wait()
+    with open("cut/log.jsonl", "a") as f:
+        f.write('{"event": "train", "step": 4')  # what a kill in the middle of a line leaves
+    assert 4 <= sample.read_checkpoint("cut/last.pt")["step"] < 40
+    assert program(train, "--resume", "cut")[0] == 0
+    assert_same_run("straight", "cut")
+
+
+def test_micro_batches_change_nothing(program):
+    """The logged loss and the gradient are means over the whole step; also where the last micro-batch is smaller."""
+    for micro in (8, 3):
+        assert program(train, *SMALL, "--micro", micro, "--steps", 3, "--out", f"m{micro}")[0] == 0
+    assert_nearly_same_course("m8", "m3")
+
+
+def test_two_processes_equal_accumulation(program, tmp_path):
+    """torchrun with two ranks and two micro-batches each equals one process with four; a sweep of both models."""
+    argv = [*SMALL, "--model", "hmamba:D=32:L=1:H=2:N=4,mamba:D=32:L=1:H=2:N=4", "--micro", "2", "--steps", "3"]
+    assert program(train, *argv, "--out", "one")[0] == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*torchrun, ROOT / "train.py", *argv, "--out", "two"], env=ENV, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("steps of 256 tokens") == 2  # one rank speaks
+    names = sorted(p.name for p in (tmp_path / "one").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
+    for name in names:
+        assert_nearly_same_course(f"one/{name}", f"two/{name}")
+        x, y = weights(f"one/{name}/last.pt"), weights(f"two/{name}/last.pt")
+        for key in x:
+            torch.testing.assert_close(x[key], y[key], atol=1e-4, rtol=1e-3)
+
+
+def test_sweeps_share_the_data_order_and_print_ratios(program, tmp_path):
+    argv = [*SMALL, "--model", "hmamba:D=32:L=1:H=2:N=4,mamba:D=32:L=1:H=2:N=4", "--seeds", "1,2", "--steps", "2"]
+    code, out, _ = program(train, *argv, "--out", "sweep")
+    assert code == 0
+    assert len(list((tmp_path / "sweep").iterdir())) == 4
+    assert "| model | data | size | seed | 3.0 bpc |" in out
+    assert out.count("| mamba:D=32:L=1:H=2:N=4 | text.txt | tiny |") == 2
+    first = [report.read_log(p)[0]["settings"]["seeds"] for p in sorted((tmp_path / "sweep").iterdir())]
+    assert first == ["1", "2", "1", "2"]
+
+
+def test_evaluation_is_the_same_for_any_micro_batch():
+    tokens = np.random.RandomState(0).randint(0, 256, 2000).astype(np.uint8)
+    model = make("hmamba", L=1)
+    settings = train.Settings(seq=32, dtype="float32")
+    losses = []
+    for micro in (1, 7, 100):
+        settings.micro = micro
+        losses.append(train.evaluate(model, tokens, np.arange(61), settings, torch.device("cpu")))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    with torch.no_grad():
+        x, y = data.get_windows(tokens, 32, np.arange(61))
+        assert losses[0] == pytest.approx(model(x, y)[1].item(), rel=1e-6)
+    assert model.training
+
+
+def test_eval_only_judges_the_best_checkpoint(program):
+    assert program(train, *SMALL, "--out", "run")[0] == 0
+    before = {p: p.read_bytes() for p in Path("run").iterdir()}
+    code, out, _ = program(train, "--resume", "run", "--eval_only", "--split", "test")
+    assert code == 0
+    model, _ = sample.load("run")
+    tokens = data.load("text.txt", 32).split("test")
+    n = data.num_windows(tokens, 32)
+    with torch.no_grad():
+        expected = model(*data.get_windows(tokens, 32, np.arange(n)))[1].item()
+    assert f"test loss {expected:.4f} nats, {expected / math.log(2):.4f} bpc over {n * 32:,} tokens" in out
+    assert {p: p.read_bytes() for p in Path("run").iterdir()} == before
+
+
+def test_learning_rate():
+    s = train.Settings(steps=240, lr=2e-3, min_lr=2e-4, warmup=0.75, schedule="cosine")
+    lr = [train.learning_rate(step, s) for step in range(240)]
+    assert lr[0] == pytest.approx(2e-3 / 180)
+    assert lr[179] == lr[180] == max(lr) == pytest.approx(2e-3)
+    assert lr[210] == pytest.approx((2e-3 + 2e-4) / 2)
+    assert 2e-4 < lr[239] < 2.1e-4
+    s.warmup = 20.0
+    assert train.learning_rate(9, s) == pytest.approx(1e-3)
+    s.schedule = "constant"
+    assert {train.learning_rate(step, s) for step in range(240)} == {2e-3}
+    s.schedule, s.warmup = "cosine", 0.0
+    assert train.learning_rate(0, s) == 2e-3
+
+
+def test_protocols(monkeypatch):
+    """QS table 4 at 253m; the paper's corpora take 253m on CUDA and tiny without."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    s = train.resolve({"data": "owt"}, "hmamba", None, "1", cuda)
+    assert (s.size, s.steps, s.batch, s.seq, s.lr, s.min_lr, s.warmup) == ("253m", 1000, 1024, 1024, 6e-4, 6e-5, 750)
+    assert (s.dtype, s.checkpointing, s.eval_every, s.eval_seqs) == ("bfloat16", True, 20, 20 * 256)
+    assert train.resolve({"data": "enwik8"}, "hmamba", None, "1", cuda).steps == 1500
+    assert train.resolve({"data": "enwik8"}, "hmamba", None, "1", cpu).size == "tiny"
+    assert train.resolve({}, "hmamba", None, "1", cuda).size == "tiny"
+    assert train.resolve({"steps": 7, "checkpointing": False}, "hmamba", "253m", "1", cuda).steps == 7
+    assert train.resolve({"checkpointing": False}, "hmamba", "253m", "1", cuda).checkpointing is False
+    assert train.resolve({"lr": 1e-5}, "hmamba", "tiny", "1", cpu).min_lr == 1e-5
+
+
+def test_a_diverging_run_stops_and_says_where(program):
+    code, _, err = program(train, *SMALL, "--out", "run", "--lr", "1e30", "--warmup", "4", "--ckpt_every", 1)
+    assert code == 2
+    assert re.match(
+        r"error: step \d: loss \S+, gradient norm \S+; first non-finite gradient in \S+; the last good", err
+    )
+    assert err.count("\n") == 1
+    last = sample.read_checkpoint("run/last.pt")
+    assert all(x.isfinite().all() for x in last["model"].values()) or last["step"] == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
+def test_full_disk_keeps_the_old_checkpoint(program):
+    """A limit on the file size stands in for the full disk: the write itself fails half-way."""
+    assert program(train, *SMALL, "--out", "run", "--stop_at", 2)[0] == 0
+    before = Path("run/last.pt").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    try:
+        code, _, err = program(train, "--resume", "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    assert err.startswith("error: cannot write run/")
+    assert "disk full? (" not in err
+    assert "the one saved before is intact" in err
+    assert err.count("\n") == 1
+    assert Path("run/last.pt").read_bytes() == before
+    assert not list(Path("run").glob("*.tmp"))
+    assert program(train, "--resume", "run")[0] == 0
+
+
+def foreign_checkpoint():
+    torch.save({"model": {}, "step": 3}, "foreign.pt")
+
+
+def truncated_checkpoint():
+    whole = Path("run/last.pt").read_bytes()
+    Path("short.pt").write_bytes(whole[: len(whole) // 2])
+
+
+def unsafe_checkpoint():
+    torch.save({"format": sample.FORMAT, "meta": Path("x")}, "unsafe.pt")
+
+
+def other_version():
+    checkpoint = torch.load("run/last.pt", weights_only=True)
+    del checkpoint["model"]["norm_f.weight"]
+    torch.save(checkpoint, "other.pt")
+
+
+def changed_text():
+    with open("text.txt", "a") as f:
+        f.write("more")
+
+
+RESUME = ["--resume", "run"]
+TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what the one line must say)
+    (None, [*SMALL, "--model", "gru"], "unknown model 'gru'; known: hmamba, mamba"),
+    (None, [*SMALL, "--model", "hmamba,gru"], "unknown model 'gru'"),
+    (None, [*SMALL, "--model", ""], "unknown model ''"),
+    (None, [*SMALL, "--model", "hmamba:width=3"], "no setting 'width=3'; known: D="),
+    (None, [*SMALL, "--model", "hmamba:field=octonion"], "known: complex, real"),
+    (None, [*SMALL, "--size", "huge"], "unknown size 'huge'; known: tiny, small, 253m"),
+    (None, [*SMALL, "--data", "nowhere.txt"], "nowhere.txt"),
+    (None, [*SMALL, "--seq", "100000"], "too short for --seq 100000"),
+    (None, [*SMALL, "--seq", "0"], "--seq 0 must be at least 1"),
+    (None, [*SMALL, "--steps", "ten"], "argument --steps: invalid int value: 'ten'"),
+    (None, [*SMALL, "--step", "10"], "unrecognized arguments: --step 10"),
+    (None, [*SMALL, "--seeds", "1,x"], "--seeds 'x' must be whole numbers"),
+    (None, [*SMALL, "--seeds", "4294967296"], "from 0 to 2^32 - 1"),
+    (None, [*SMALL, "--lr", "0"], "impossible schedule: --lr 0.0"),
+    (None, [*SMALL, "--lr", "nan"], "impossible schedule"),
+    (None, [*SMALL, "--min_lr", "1"], "impossible schedule"),
+    (None, [*SMALL, "--warmup", "-1"], "impossible schedule"),
+    (None, [*SMALL, "--stop_at", "9"], "--stop_at 9 lies beyond --steps 8"),
+    (None, [*SMALL, "--schedule", "linear"], "invalid choice: 'linear'"),
+    (None, [*SMALL, "--device", "tpu"], "unknown device 'tpu'"),
+    (None, [*SMALL, "--device", "cuda:99"], "no cuda:99 device is available"),
+    (None, [*SMALL, "--out", "run"], "--out run exists"),
+    (None, [*SMALL, "--out", "text.txt/run"], "cannot make the run folder"),
+    (None, [*SMALL, "--eval_only"], "--resume RUN --eval_only"),
+    (None, [*SMALL, "--split", "test"], "--resume RUN --eval_only"),
+    (None, ["--resume", "nothing"], "no checkpoint nothing"),
+    (None, ["--resume", "cache"], "no checkpoint in cache (looked for last.pt)"),
+    (None, [*RESUME, "--model", "mamba"], "--model mamba differs from this run's hmamba"),
+    (None, [*RESUME, "--size", "small"], "--size small differs from this run's tiny"),
+    (None, [*RESUME, "--data", "stdlib"], "--data stdlib differs from this run's text.txt"),
+    (None, [*RESUME, "--lr", "1"], "--lr 1.0 differs"),
+    (None, ["--resume", "run/best.pt"], "no optimizer state; resume from last.pt"),
+    (changed_text, RESUME, "is not the data of this run"),
+    (foreign_checkpoint, ["--resume", "foreign.pt"], "checkpoint of other origin"),
+    (truncated_checkpoint, ["--resume", "short.pt"], "cut short, or of other origin"),
+    (unsafe_checkpoint, ["--resume", "unsafe.pt"], "cut short, or of other origin"),
+    (other_version, ["--resume", "other.pt"], "does not fit this version of the models"),
+    (None, ["--resume", "text.txt"], "not a readable checkpoint"),
+]
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """A run cut at step 2, to copy from."""
+    return tmp_path_factory.mktemp("small") / "run"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "argv", "message"), TRAIN_FAULTS, ids=[" ".join(map(str, a[-2:])) for _, a, _ in TRAIN_FAULTS]
+)
+def test_train_faults(program, small_run, tmp_path, prepare, argv, message):
+    """One line on stderr, exit code 2, and nothing in the folder changed."""
+    if not small_run.exists():
+        assert program(train, *SMALL, "--stop_at", 2, "--out", small_run)[0] == 0
+    shutil.copytree(small_run, tmp_path / "run")
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    if prepare:
+        prepare()
+    before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+    code, out, err = program(train, *argv)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")} == before
+
+
+def test_cuda_is_asked_for_and_absent(program):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    code, _, err = program(train, *SMALL, "--device", "cuda")
+    assert (code, err) == (2, "error: no cuda device is available to PyTorch here; use --device cpu (or auto)\n")
+
+
+def test_params_by_component(program):
+    code, out, _ = program(train, "--params", "--model", "hmamba,mamba", "--size", "253m")
+    assert code == 0
+    assert re.search(r"total +253,033,856", out)
+    assert re.search(r"total +253,051,904", out)
+    assert re.search(r"param_proj +76,321,152", out)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("module", [train, sample, report, data], ids=lambda m: m.__name__)
+def test_help_is_complete(program, module):
+    code, out, _ = program(module, "--help")
+    assert code == 0
+    if module is train:
+        for f in dataclasses.fields(train.Settings):
+            assert f"--{f.name}" in out
+        for value in ("steps=1000 batch=1024", "253m", "torchrun"):
+            assert value in out
+    assert "usage:" in out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def test_sample_streams_text_from_a_run(program):
+    assert program(train, *SMALL, "--stop_at", 2)[0] == 0
+    code, out, err = program(sample, "--length", 40, "--prompt", "gate ", "--seed", 3)
+    assert code == 0
+    assert out.startswith("gate ")
+    assert "tokens/s" in err
+    assert program(sample, "--length", 40, "--prompt", "gate ", "--seed", 3)[1] == out
+    assert program(sample, "--length", 40, "--prompt", "gate ", "--seed", 4)[1] != out
+    run = next(Path("runs").iterdir())
+    for path in (run, run / "last.pt", run / "best.pt"):
+        assert program(sample, path, "--length", 3)[0] == 0
+    greedy = program(sample, run, "--length", 30, "--temperature", 0)[1]
+    assert program(sample, run, "--length", 30, "--top_k", 1, "--seed", 9)[1] == greedy
+    assert program(sample, run, "--length", 30, "--top_p", 1e-9, "--seed", 9)[1] == greedy
+    code, out, _ = program(
+        sample, run, "--prompt", "caf\u00e9 \udcff", "--length", 1
+    )  # \udcff: a byte that is not UTF-8
+    assert code == 0
+    assert out.startswith("caf\u00e9 \ufffd")
+
+
+def test_generation_is_the_model_step_by_step():
+    """Greedy generation equals the argmax of the full pass over prompt and answer, also with a prompt of two chunks."""
+    model = make("hmamba", L=1)
+    torch.nn.init.normal_(model.embedding.weight)  # clear-cut scores
+    prompt = text_batch(1, sample.PREFILL + 10)[0].tolist()
+    answer = list(sample.generate(model, prompt, 20, temperature=0))
+    with torch.no_grad():
+        full = model(torch.tensor([prompt + answer]))[0][0].argmax(-1).tolist()
+    assert full[len(prompt) - 1 : -1] == answer
+
+
+def test_filters_of_the_logits():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    none = torch.tensor([], dtype=torch.int64)
+
+    def kept(**changes):
+        arguments = {"seen": none, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0} | changes
+        return sample.filter_logits(logits, **arguments)
+
+    assert torch.equal(kept(), logits)
+    assert torch.equal(kept(temperature=0.5), 2 * logits)
+    assert kept(top_k=2).isfinite().tolist() == [True, True, False, False]
+    assert kept(top_k=9).isfinite().all()
+    assert kept(top_p=0.64).isfinite().tolist() == [True, False, False, False]  # softmax: .64 .24 .09 .03
+    assert kept(top_p=0.65).isfinite().tolist() == [True, True, False, False]
+    assert kept(temperature=0).tolist() == [0.0, -math.inf, -math.inf, -math.inf]
+    assert kept(seen=torch.tensor([0, 3]), repetition_penalty=2.0).tolist() == [1.0, 1.0, 0.0, -2.0]
+    assert kept(seen=torch.tensor([0]), repetition_penalty=4.0, temperature=0).argmax() == 1
+
+
+def test_every_byte_sequence_can_be_shown():
+    for tokens in (range(256), [0xC3], [0xF0, 0x9F, 0x98], [0xED, 0xA0, 0x80], [27, ord("["), 7]):
+        text = "".join(sample.decode(tokens))
+        text.encode("utf-8")
+        assert not any(c < " " and c not in "\n\t" for c in text)
+    assert "".join(sample.decode("h\u00e9 \U0001f600".encode())) == "h\u00e9 \U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no checkpoint in runs/ yet"),
+        (["nothing"], "no checkpoint nothing"),
+        (["text.txt"], "not a readable checkpoint"),
+        (["x", "--length", "0"], "--length must be at least 1"),
+        (["x", "--temperature", "-1"], "--temperature must be 0 or more"),
+        (["x", "--temperature", "nan"], "--temperature must be 0 or more"),
+        (["x", "--top_k", "-1"], "--top_k must be 0 or more"),
+        (["x", "--top_p", "0"], "--top_p must lie in (0, 1]"),
+        (["x", "--repetition_penalty", "0"], "--repetition_penalty must be above 0"),
+        (["x", "--prompt", ""], "--prompt is empty"),
+        (["x", "--temp", "1"], "unrecognized arguments: --temp 1"),
+        (["x", "y"], "unrecognized arguments: y"),
+    ],
+)
+def test_sample_faults(program, argv, message):
+    code, out, err = program(sample, *argv)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_piping_into_head_is_no_error(program):
+    assert program(train, *SMALL, "--stop_at", 1, "--out", "run")[0] == 0
+    command = f"{sys.executable} {ROOT / 'sample.py'} run --length 3000 | head -c 20"
+    done = subprocess.run(["bash", "-c", command], env=ENV, capture_output=True)
+    assert done.returncode == 0
+    assert len(done.stdout) == 20
+    assert b"Traceback" not in done.stderr
+    assert b"Broken" not in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Report
+
+
+def test_steps_to_target():
+    """QS 8.1: linear interpolation between the evaluations that bracket the first crossing."""
+    steps, losses = [0, 20, 40, 60, 80], [8.0, 3.0, 2.0, 2.4, 1.9]
+    assert report.steps_to_target(steps, losses, 3.0) == 20
+    assert report.steps_to_target(steps, losses, 2.5) == 30
+    assert report.steps_to_target(steps, losses, 2.0) == 40
+    assert report.steps_to_target(steps, losses, 1.95) == pytest.approx(78)
+    assert report.steps_to_target(steps, losses, 9.0) == 0
+    assert report.steps_to_target(steps, losses, 1.0) is None
+    assert report.steps_to_target([], [], 1.0) is None
+
+
+def write_log(folder, model, bpc, **settings):
+    folder.mkdir()
+    header = {
+        "settings": {"model": model, "data": "text", "size": "tiny", "seeds": "1"} | settings,
+        "params": {"total": 10},
+    }
+    events = [{"event": "header", "step": 0, **header}]
+    events += [{"event": "val", "split": "val", "step": 20 * i, "val_loss": x * math.log(2)} for i, x in enumerate(bpc)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+
+def test_report_reads_logs(program, tmp_path):
+    write_log(tmp_path / "a", "hmamba", [8, 3, 2.5, 2.1])
+    write_log(tmp_path / "b", "mamba", [8, 5, 3.5, 2.5])
+    write_log(tmp_path / "c", "mamba", [8, 3, 2.5, 2.1], seeds="2")
+    with open("b/log.jsonl", "a") as f:
+        f.write('{"event": "val", "st')  # a line cut short
+    code, out, _ = program(report, "a", "b/log.jsonl", "c", "--out", "curves.png")
+    assert code == 0
+    assert "| hmamba | text | tiny | 1 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - |" in out
+    assert "| mamba | text | tiny | 1 | 50 (2.50x) | 60 (1.50x) | - | - |" in out
+    assert "| mamba | text | tiny | 2 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - |" in out  # first of its seed
+    assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"{}\n", b"[1]\n", b'{"event": "val"}\n'])
+def test_report_faults(program, content):
+    if content is not None:
+        Path("log.jsonl").write_bytes(content)
+    code, out, err = program(report, "log.jsonl")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1

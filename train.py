@@ -343,7 +343,7 @@ def check_finite(loss, grad_norm, model, step, folder):
 
 
 def train(s, corpus, device, single, checkpoint=None):
-    """One run. Returns its folder, or None if a signal ended it."""
+    """One run. Returns its folder; SystemExit if a signal ended it."""
     torch.manual_seed(int(s.seeds))
     if checkpoint:
         model, folder = sample.build(checkpoint).to(device), Path(checkpoint["path"]).parent
@@ -407,8 +407,9 @@ def train(s, corpus, device, single, checkpoint=None):
     clock, clock_step, begin, begin_step = time.perf_counter(), step, time.perf_counter(), step
     model.train()
     while step < end:
+        lr = learning_rate(step, s)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, s)
+            group["lr"] = lr
         index = data.train_index(windows, int(s.seeds), step, s.batch)[rank * local : (rank + 1) * local]
         nats = 0.0
         for i in range(0, local, s.micro):
@@ -432,7 +433,6 @@ def train(s, corpus, device, single, checkpoint=None):
         tokens, now = step * tokens_per_step, time.perf_counter()
         tok_s = (step - clock_step) * tokens_per_step / (now - clock)
         if step % s.log_every == 0 or step in (1, end):
-            lr = optimizer.param_groups[0]["lr"]
             log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm, tok_s=round(tok_s, 1))
         if step % s.eval_every == 0 or step == end:
             log.write("grad", step, tokens, layers=[norm.item() for norm in layers])
@@ -453,7 +453,7 @@ def train(s, corpus, device, single, checkpoint=None):
         if stop and step < end:
             bar.close()
             say(f"stopped after step {step}; go on with: python train.py --resume {folder}")
-            return None
+            raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
     bar.close()
 
     everything = np.arange(val_windows)
@@ -567,19 +567,14 @@ def run(given, device):
             raise InputError(f"{checkpoint['path']} is at step {checkpoint['step']}: the run is complete")
         train(s, corpus, device, True, checkpoint)
         return None
-    lists = [[v.strip() for v in str(given.get(k, d)).split(",")] if given.get(k, d) else [None]
-             for k, d in (("size", None), ("seeds", "1"), ("model", "hmamba"))]  # fmt: skip
+    defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
+    lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
     runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
     for s in runs:
         sample.parse_spec(s.model, s.size, 256)  # a wrong spec is told before the first run, not hours later
     if given.get("params"):
         return print_params(runs)
-    finished = []
-    for s in runs:
-        folder = train(s, load_data(s.data, s.seq), device, single=len(runs) == 1)
-        if folder is None:
-            break
-        finished.append(folder)
+    finished = [train(s, load_data(s.data, s.seq), device, single=len(runs) == 1) for s in runs]
     if len(finished) > 1 and rank == 0:
         say(
             "steps to each validation target, and the ratio to the first model (linear interpolation between evaluations):"
