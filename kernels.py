@@ -109,8 +109,8 @@ def _scan(a, b, h0, reverse=False):
     L = -(-T // K)
 
     def time_major(x, identity):  # (B, T, C) -> L steps of (K, B, C), padded with a = 1, b = 0
-        x = F.pad(x, (0, 0, 0, K * L - T), value=identity)
-        steps = x.view(B, K, L, C).permute(2, 1, 0, 3).contiguous()
+        x = F.pad(x, (0, 0, 0, K * L - T), value=identity) if K * L > T else x
+        steps = x.reshape(B, K, L, C).permute(2, 1, 0, 3).clone(memory_format=torch.contiguous_format)
         return steps, steps.unbind(0)[::-1] if reverse else steps.unbind(0)
 
     a = list(zip(*(time_major(x, 1.0 if i == 0 else 0.0)[1] for i, x in enumerate(a))))  # L tuples of planes

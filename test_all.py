@@ -135,6 +135,24 @@ def test_selective_scan_at_extreme_steps(dt):
     assert errors(kernels.selective_scan, (u, torch.full_like(u, dt), A, B, C, h0), torch.float32) < 1e-5
 
 
+@pytest.mark.parametrize(("B", "T", "C"), [(1, 9, 4), (1, 9, 2100), (2, 40, 3), (1, 1, 1)])
+def test_scans_leave_their_inputs_alone(B, T, C):
+    """Also where the time-major layout of an input is the input itself."""
+    log_decay, theta, b, h0 = -randn(B, T, C).abs(), randn(B, T, C), randn(B, T, C, 2), randn(B, C, 2)
+    for function, inputs in (
+        (kernels.complex_scan, (log_decay, theta, b, h0)),
+        (real_scan, (log_decay, b[..., 0].contiguous(), h0[..., 0].contiguous())),
+        (kernels.selective_scan, selective_inputs(B, T, C, 3)),
+    ):
+        leaves = [x.float().requires_grad_() for x in inputs]
+        before = [x.detach().clone() for x in leaves]
+        outputs = function(*leaves)
+        weights = [torch.ones_like(x) for x in outputs]
+        torch.autograd.grad(outputs, leaves, weights)
+        assert all(torch.equal(x, y) for x, y in zip(leaves, before))
+        assert all((w == 1).all() for w in weights)
+
+
 def test_gradients_are_the_derivatives():
     """Finite differences in float64: the reference and its autograd play no part."""
     log_decay, theta, b, h0 = -randn(2, 19, 3).abs(), randn(2, 19, 3), randn(2, 19, 3, 2), randn(2, 3, 2)
@@ -225,10 +243,11 @@ selective(64).backward(); scan(64).backward()
 before = peak(); selective(4096).backward(); middle = peak(); scan(2048).backward()
 print(middle - before, peak() - middle)
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    fixed = ENV | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives every freed tensor back at once
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=fixed)
     selective, scan = map(float, out.split())
-    assert selective < 100  # MB; u is 8, a (B, T, E, N) tensor 128
-    assert scan < 16 * 26  # MB; log_decay is 16, log2(T) copies of the inputs and the output would be 16 * 66
+    assert selective < 64  # MB; u is 8, a (B, T, E, N) tensor 128
+    assert scan < 16 * 20  # MB; log_decay is 16, log2(T) copies of the inputs and the output would be 16 * 66
 
 
 @pytest.mark.parametrize(
@@ -1312,7 +1331,7 @@ def test_resume_continues_bit_for_bit(program):
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-straight")[0] == 0
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-cut", "--stop_at", 3)[0] == 0
         assert sample.read_checkpoint(f"{name}-cut/last.pt")["step"] == 3
-        code, out, _ = program(train, "--resume", f"{name}-cut", "--stop_at", 5)
+        code, _, _ = program(train, "--resume", f"{name}-cut", "--stop_at", 5)
         assert code == 0
         assert program(train, "--resume", f"{name}-cut/last.pt")[0] == 0
         cut = [e for e in course(f"{name}-cut") if e["step"] in (2, 4, 6, 8) or e["event"] == "train"]
@@ -1377,7 +1396,7 @@ def test_two_processes_equal_accumulation(program, tmp_path):
     assert program(train, *argv, "--out", "one")[0] == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*torchrun, ROOT / "train.py", *argv, "--out", "two"], env=ENV, capture_output=True, text=True
+        [*torchrun, ROOT / "train.py", *argv, "--out", "two"], env=ENV, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("steps of 256 tokens") == 2  # one rank speaks
@@ -1576,7 +1595,7 @@ def test_train_faults(program, small_run, tmp_path, prepare, argv, message):
     if prepare:
         prepare()
     before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
-    code, out, err = program(train, *argv)
+    code, _, err = program(train, *argv)
     assert code == 2
     assert err.startswith("error: ")
     assert err.count("\n") == 1
@@ -1702,7 +1721,7 @@ def test_sample_faults(program, argv, message):
 def test_piping_into_head_is_no_error(program):
     assert program(train, *SMALL, "--stop_at", 1, "--out", "run")[0] == 0
     command = f"{sys.executable} {ROOT / 'sample.py'} run --length 3000 | head -c 20"
-    done = subprocess.run(["bash", "-c", command], env=ENV, capture_output=True)
+    done = subprocess.run(["bash", "-c", command], env=ENV, check=False, capture_output=True)
     assert done.returncode == 0
     assert len(done.stdout) == 20
     assert b"Traceback" not in done.stderr
