@@ -105,7 +105,7 @@ def _scan(a, b, h0, reverse=False):
     """
     B, T, C = b[0].shape
     # On a CPU one step should fill the cache but not leave it; elsewhere few large launches win.
-    K = max(1, min(T // 8, 4096 // (B * C))) if b[0].device.type == "cpu" else max(1, int(T**0.5))
+    K = max(1, min(T // 8, 16384 // (B * C))) if b[0].device.type == "cpu" else max(1, int(T**0.5))
     L = -(-T // K)
 
     def time_major(x, identity):  # (B, T, C) -> L steps of (K, B, C), padded with a = 1, b = 0
@@ -146,7 +146,11 @@ def _planes(x, theta):
 
 
 def _pairs(planes):
-    return planes[0].contiguous() if len(planes) == 1 else torch.stack(planes, -1)
+    if len(planes) == 1:
+        return planes[0].contiguous()
+    pairs = planes[0].new_empty(*planes[0].shape, 2)
+    pairs[..., 0], pairs[..., 1] = planes  # a third of the time of torch.stack
+    return pairs
 
 
 @torch.library.custom_op("nanohilbert::complex_scan", mutates_args=())
@@ -160,18 +164,23 @@ def _complex_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     a = _transition(log_decay, theta)
     conj_next = [F.pad(x[:, 1:], (0, 0, 0, 1)) for x in a]  # conj(a_{t+1}); nothing follows the last step
-    conj_next[1:] = [-x for x in conj_next[1:]]
+    conj_next[1:] = [x.neg_() for x in conj_next[1:]]
     zero = [torch.zeros_like(x) for x in _planes(h0, theta)]
     g = _scan(conj_next, _planes(grad, theta), zero, reverse=True)
-    previous = _planes(torch.cat((h0.unsqueeze(1), h[:, :-1]), 1), theta)  # h_{t-1}
+    previous = [
+        torch.cat((x.unsqueeze(1), y[:, :-1]), 1) for x, y in zip(_planes(h0, theta), _planes(h, theta))
+    ]  # h_{t-1}
     if theta is None:
-        return g[0] * a[0] * previous[0], g[0].new_empty(0), g[0].contiguous(), a[0][:, 0] * g[0][:, 0]
-    z = [a[0] * previous[0] - a[1] * previous[1], a[0] * previous[1] + a[1] * previous[0]]  # a_t h_{t-1}
-    grad_log_decay = z[0] * g[0] + z[1] * g[1]
-    grad_theta = z[0] * g[1] - z[1] * g[0]
-    first, g_first = [x[:, 0] for x in a], [x[:, 0] for x in g]
-    grad_h0 = [first[0] * g_first[0] + first[1] * g_first[1], first[0] * g_first[1] - first[1] * g_first[0]]
-    return grad_log_decay, grad_theta, _pairs(g), _pairs(grad_h0)
+        carried = a[0] * g[0]
+        return carried * previous[0], carried.new_empty(0), g[0].contiguous(), carried[:, 0].clone()
+    carried = _conj_mul(a, g)  # conj(a_t) g_t, what flows back into h_{t-1}
+    grad_log_decay, grad_theta = _conj_mul(previous, carried)  # conj(z_t) g_t = conj(h_{t-1}) conj(a_t) g_t
+    return grad_log_decay, grad_theta, _pairs(g), _pairs([x[:, 0] for x in carried])
+
+
+def _conj_mul(x, y):
+    """conj(x) y for lists of planes [re, im]."""
+    return torch.addcmul(x[0] * y[0], x[1], y[1]), torch.addcmul(x[0] * y[1], x[1], y[0], value=-1)
 
 
 @_complex_scan.register_fake

@@ -53,19 +53,20 @@ def steps_to_target(steps, losses, target):
 
 
 def targets_table(logs):
-    """Markdown table of steps to each target (QS table 6), and the ratio to the first model (QS table 5).
+    """Markdown table of steps to each target (QS table 6), the ratio to the first model (QS table 5), and the last loss.
 
     `logs` is a list of event lists. The ratio is formed between runs of equal data, size and seed: this model's steps divided
-    by the first model's, so that with `--model hmamba,mamba` 3.0 means that Mamba needs three times as many."""
+    by the first model's, so that with `--model hmamba,mamba` 3.0 means that Mamba needs three times as many. The last column is over the whole split."""
     first, rows = {}, []
     for events in logs:
         settings = events[0]["settings"]
-        key = tuple(settings[k] for k in ("data", "size", "seeds"))
+        key = (events[0]["data"]["name"], settings["size"], settings["seeds"])
         found = [steps_to_target(*val_curve(events), target) for target in TARGETS]
         reference = first.setdefault(key, found)
+        final = next((f"{e['val_loss'] / math.log(2):.3f}" for e in events if e["event"] == "final"), "-")
         cells = ["-" if x is None else f"{x:.0f}" + (f" ({x / r:.2f}x)" if r else "") for x, r in zip(found, reference)]
-        rows.append([settings["model"], *key, *cells])
-    head = ["model", "data", "size", "seed", *(f"{t} bpc" for t in TARGETS)]
+        rows.append([settings["model"], *key, *cells, final])
+    head = ["model", "data", "size", "seed", *(f"{t} bpc" for t in TARGETS), "at the end, bpc"]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
@@ -88,7 +89,7 @@ def plot_curves(logs, out):
         ax.plot(steps, bpc, color=f"C{models.index(model)}", label=label, lw=1.5)
     ax.set(xlabel="optimization step", ylabel="validation bits per character")
     ax.set_title(
-        " / ".join(dict.fromkeys(f"{e[0]['settings']['data']}, {e[0]['settings']['size']}" for e in logs)), fontsize=10
+        " / ".join(dict.fromkeys(f"{e[0]['data']['name']}, {e[0]['settings']['size']}" for e in logs)), fontsize=10
     )
     ax.grid(alpha=0.3)
     ax.legend(frameon=False)

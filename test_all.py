@@ -1415,7 +1415,7 @@ def test_sweeps_share_the_data_order_and_print_ratios(program, tmp_path):
     assert code == 0
     assert len(list((tmp_path / "sweep").iterdir())) == 4
     assert "| model | data | size | seed | 3.0 bpc |" in out
-    assert out.count("| mamba:D=32:L=1:H=2:N=4 | text.txt | tiny |") == 2
+    assert out.count("| mamba:D=32:L=1:H=2:N=4 | text | tiny |") == 2
     first = [report.read_log(p)[0]["settings"]["seeds"] for p in sorted((tmp_path / "sweep").iterdir())]
     assert first == ["1", "2", "1", "2"]
 
@@ -1750,8 +1750,9 @@ def write_log(folder, model, bpc, **settings):
         "settings": {"model": model, "data": "text", "size": "tiny", "seeds": "1"} | settings,
         "params": {"total": 10},
     }
-    events = [{"event": "header", "step": 0, **header}]
+    events = [{"event": "header", "step": 0, "data": {"name": "text"}, **header}]
     events += [{"event": "val", "split": "val", "step": 20 * i, "val_loss": x * math.log(2)} for i, x in enumerate(bpc)]
+    events.append({"event": "final", "split": "val", "step": events[-1]["step"], "val_loss": bpc[-1] * math.log(2)})
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
 
@@ -1763,9 +1764,9 @@ def test_report_reads_logs(program, tmp_path):
         f.write('{"event": "val", "st')  # a line cut short
     code, out, _ = program(report, "a", "b/log.jsonl", "c", "--out", "curves.png")
     assert code == 0
-    assert "| hmamba | text | tiny | 1 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - |" in out
-    assert "| mamba | text | tiny | 1 | 50 (2.50x) | 60 (1.50x) | - | - |" in out
-    assert "| mamba | text | tiny | 2 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - |" in out  # first of its seed
+    assert "| hmamba | text | tiny | 1 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - | 2.100 |" in out
+    assert "| mamba | text | tiny | 1 | 50 (2.50x) | 60 (1.50x) | - | - | 2.500 |" in out
+    assert "| mamba | text | tiny | 2 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - | 2.100 |" in out  # first of its seed
     assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -1777,3 +1778,48 @@ def test_report_faults(program, content):
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# README
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODULES = {m.__name__: m for m in (data, hmamba, kernels, report, sample, train, sys.modules[__name__])}
+
+
+def test_readme_maps_to_names_that_exist():
+    named = re.findall(r"`(\w+)\.py:([\w.]+)`", README)
+    assert len(named) > 20
+    for module, name in named:
+        found = MODULES[module]
+        for part in name.split("."):
+            found = getattr(found, part)
+    for test in re.findall(r"`(test_\w+)`", README):
+        assert test in globals()
+
+
+def test_readme_commands_are_what_ci_runs():
+    assert "pip install -r requirements.txt && python train.py\n" in README
+    assert "pip install -r requirements.txt && pytest -q\n" in README
+    assert "pip install -r requirements.txt && pytest -q\n" in (ROOT / ".ci/run").read_text()
+
+
+def test_readme_flags_and_files_exist(program):
+    helps = "".join(program(m, "--help")[1] for m in (train, sample, report, data))
+    elsewhere = {"--nproc_per_node", "--index-url"}
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) - elsewhere:
+        assert flag in helps, flag
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+    for name in re.findall(r"python (\w+\.py)", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_readme_table_is_what_the_logs_say(program):
+    """The numbers of the README come out of the logs in results/ with the command that stands above them."""
+    tables = re.findall(r"<!-- python report\.py (\S+) --out \S+ -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
+    assert tables
+    for pattern, table in tables:
+        code, out, _ = program(report, *sorted(ROOT.glob(pattern)))
+        assert code == 0
+        assert out.strip() == table.strip()
