@@ -1,15 +1,15 @@
 """Speed and memory of H-Mamba and Mamba on this machine's CPU, beside peers where they are installed.
 
-    python bench.py                                     everything, about five minutes; prints Markdown tables
+    python bench.py                                     everything, a few minutes; prints Markdown tables
     python bench.py --sections train,scan --threads 2   two sections, with two threads
 
 sections   params  parameters of both models at every size   loss  untrained loss, to be compared with ln 256
            train   a training step, beside other Mambas      scan  the scans alone, against the copy bandwidth
-           memory  peak memory of the work of these two      step  time per generated token at two context lengths
+           step    one generated token, at two contexts      memory  peak memory of what train and scan time
 times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
            caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio.
 allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
-           step. So all is timed in child processes that keep freed memory; train and scan are shown both ways.
+           step. So all is timed in a child process that keeps freed memory, and once more in a default one.
 """
 
 import argparse
@@ -35,11 +35,10 @@ from kernels import complex_scan, selective_scan
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step
-CONTEXTS, TOKENS = (128, 4096), 32  # of the generation
 progress = partial(tqdm, leave=False, disable=None)  # None: only on a terminal
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is measured: each function builds its case from a shape and returns what one repetition does
+# Candidates: each builds its case from a shape and returns what one repetition does
 
 
 def training_step(model, B, T, logits=lambda out: out):
@@ -93,7 +92,7 @@ def scan_complex(B, C, T, backend=None):
     return gradients(lambda *x: complex_scan(*x, backend=backend)[0], modulus.log(), theta, torch.randn(B, T, C, 2))
 
 
-def scan_accelerated(B, C, T):
+def scan_accelerated(B, C, T):  # is given exp(log_decay + i theta), which complex_scan computes
     from accelerated_scan.ref import scan
 
     a = torch.polar(torch.empty(B, C, T).uniform_(0.9, 1), torch.empty(B, C, T).uniform_(-3, 3))
@@ -109,6 +108,12 @@ def scan_selective(B, T, E, N, backend=None):
 def copy(*_):
     source, target = torch.zeros(2, 2**26)  # 256 MB each: far larger than a cache
     return lambda: target.copy_(source)
+
+
+def generate(name, context):
+    model = MODELS[name](MODELS[name].SIZES["tiny"]).requires_grad_(False)
+    state = model(torch.randint(V, (1, context)))[2]
+    return lambda: model.step(torch.zeros(1, dtype=torch.long), state)
 
 
 COPY = "memory copy, 256 MB"
@@ -129,23 +134,25 @@ SELECTIVE = {
     "time loop, float64": partial(scan_selective, backend="reference"),
     COPY: copy,
 }
-INSTALL = {train_mambapy: "mambapy", train_transformers: "transformers mambapy", scan_accelerated: "accelerated-scan"}
-# title: (candidates, ours first; shape; bytes that have to move: inputs, outputs and the gradient of each, in float32)
-TRAIN = {"training step, B2 T128": (MAMBAS, (2, 128), None), "training step, B16 T256": (MAMBAS, (16, 256), None)}
-SCAN = {
-    # log_decay, theta: 1 number per element; b, h: 2
-    "complex_scan, B2 C256 T512": (COMPLEX, (2, 256, 512), 2 * 4 * 2 * 256 * 512 * (1 + 1 + 2 + 2)),
-    # u, dt, y: E numbers per token; B, C: N; and A
-    "selective_scan, B16 T256 E256 N16":
-        (SELECTIVE, (16, 256, 256, 16), 2 * 4 * (16 * 256 * (3 * 256 + 2 * 16) + 256 * 16)),
+STEPS = {f"{name} after {T} tokens": partial(generate, name, T) for name in MODELS for T in (128, 4096)}
+CASES = {  # section: {title: (candidates; shape; float32 numbers that have to move, each of them once in both passes)}
+    "train": {f"training step, B{B} T{T}": (MAMBAS, (B, T), None) for B, T in ((2, 128), (16, 256))},
+    "scan": {
+        # log_decay and theta are 1 number per element, b and h 2; each has a gradient
+        "complex_scan, B2 C256 T512": (COMPLEX, (2, 256, 512), 2 * (2 * 256 * 512) * (1 + 1 + 2 + 2)),
+        # u, dt and y are E numbers per token, B and C N; and A
+        "selective_scan, B16 T256 E256 N16":
+            (SELECTIVE, (16, 256, 256, 16), 2 * (16 * 256 * (3 * 256 + 2 * 16) + 256 * 16)),
+    },
+    "step": {"one generated token, size tiny": (STEPS, (), None)},
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How it is measured: these run in fresh child processes
+# Measuring
 
 
 def in_child(threads, function, *args, keep_memory=True):
-    """function(*args) in a process of its own: a clean memory count, and an allocator that is set before it starts."""
+    """function(*args) in a fresh process: nothing else in its memory, and an allocator that is set before it starts."""
     for variable, value in KEEP_MEMORY.items():
         os.environ.pop(variable, None)
         if keep_memory:
@@ -159,30 +166,24 @@ def build(make, *shape):
     torch.manual_seed(0)
     try:
         return make(*shape)
-    except ImportError:
-        if make not in INSTALL:
-            raise
-        return f"not installed (pip install {INSTALL[make]})"
+    except ImportError as e:
+        return f"not installed (pip install {(e.name or str(e)).partition('.')[0].replace('_', '-')})"
 
 
-def take_turns(candidates, repeats):
-    """candidates: name -> what to repeat. Returns name -> seconds, one number a round."""
+def take_turns(section, title, repeats):
+    """name -> seconds of each round, or a line."""
+    candidates, shape, _ = CASES[section][title]
+    built = {name: build(make, *shape) for name, make in candidates.items()}
+    ready = [name for name, once in built.items() if callable(once)]
     rng = random.Random(0)
 
     def one_round():
-        return {name: timeit(candidates[name], number=1) for name in rng.sample(list(candidates), len(candidates))}
+        return {name: timeit(built[name], number=1) for name in rng.sample(ready, len(ready))}
 
     one_round()  # the first of two rounds to warm up
-    enough = int(3 / sum(one_round().values()))  # short work is noisy: go on for three seconds, at most 50 rounds
-    rounds = [one_round() for _ in progress(range(max(repeats, min(50, enough))), unit="round")]
-    return {name: [seconds[name] for seconds in rounds] for name in candidates}
-
-
-def time_case(title, repeats):
-    """name -> seconds of each round, or a line."""
-    candidates, shape, _ = (TRAIN | SCAN)[title]
-    built = {name: build(make, *shape) for name, make in candidates.items()}
-    return built | take_turns({name: once for name, once in built.items() if callable(once)}, repeats)
+    enough = int(3 / sum(one_round().values()))  # short work is noisy: go on for three seconds, at most 100 rounds
+    rounds = [one_round() for _ in progress(range(max(repeats, min(100, enough))), desc=title, unit="round")]
+    return built | {name: [seconds[name] for seconds in rounds] for name in ready}
 
 
 def peak():
@@ -195,9 +196,9 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def added_memory(title, name):
+def added_memory(section, title, name):
     """What two repetitions add to the peak of this process, or a line."""
-    candidates, shape, _ = (TRAIN | SCAN)[title]
+    candidates, shape, _ = CASES[section][title]
     once = build(candidates[name], *(min(size, 16) for size in shape))
     if not callable(once):
         return once
@@ -215,26 +216,6 @@ def untrained_loss(name, size):
     return model(idx[:, :-1], idx[:, 1:])[1].item()
 
 
-@torch.no_grad()
-def time_generation(repeats):
-    """(model, context) -> seconds of each round of TOKENS tokens; and -> bytes of its state."""
-    candidates, sizes = {}, {}
-    for name in MODELS:
-        model = MODELS[name](MODELS[name].SIZES["tiny"])
-        for T in CONTEXTS:
-            state = model(torch.randint(V, (1, T)))[2]
-            sizes[name, T] = sum(x.numel() * x.element_size() for layer in state for x in layer)
-
-            def once(model=model, state=state):
-                idx_t = torch.zeros(1, dtype=torch.long)
-                for _ in range(TOKENS):
-                    logits, state = model.step(idx_t, state)
-                    idx_t = logits.argmax(-1)
-
-            candidates[name, T] = once
-    return take_turns(candidates, repeats), sizes
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Sections: each yields tables as (title, columns, rows)
 
@@ -249,61 +230,44 @@ def params(args):
 
 
 def loss(args):
-    sizes = [size for size in HMamba.SIZES if args.large or size != "253m"]
-    jobs = [(name, size) for size in sizes for name in MODELS]
+    jobs = [(name, size) for size in HMamba.SIZES if args.large or size != "253m" for name in MODELS]
     rows = [(*job, f"{in_child(args.threads, untrained_loss, *job):.3f}") for job in progress(jobs, unit="model")]
     yield f"untrained loss on random bytes, nats per byte (ln {V} = {math.log(V):.3f})", ("model", "size", "loss"), rows
 
 
-def ratio(seconds, ours):
-    return f"{median(x / y for x, y in zip(seconds, ours)):.2f}"
-
-
-def train(args, cases=TRAIN):
-    for title, (_, _, traffic) in cases.items():
-        kept, default = (in_child(args.threads, time_case, title, args.repeats, keep_memory=k) for k in (True, False))
-        (ours, _), rows = next(iter(kept.items())), []
+def timings(args, section):
+    for title, (_, _, numbers) in CASES[section].items():
+        job = args.threads, take_turns, section, title, args.repeats
+        kept, default = (in_child(*job, keep_memory=keep) for keep in (True, False))
+        first, rows = next(iter(kept)), []
         for name, times in kept.items():
             if isinstance(times, str):
                 rows.append((name, times))
                 continue
-            ms = [1e3 * x for x in (median(times), min(times), max(times), median(default[name]))]
-            row = [name, f"{ms[0]:.1f}", f"{ms[1]:.1f} - {ms[2]:.1f}", ratio(times, kept[ours])]
-            row += [f"{ms[3]:.1f}", ratio(default[name], default[ours])]
-            if traffic:
-                speed, roof = traffic / median(times), 2 * 2**28 / median(kept[COPY])  # a copy reads and writes
-                speed = roof if name == COPY else speed
-                row += [f"{speed / 1e9:.2f}", f"{100 * speed / roof:.0f} %"]
+            row = [name]
+            for seconds, base in ((times, kept[first]), (default[name], default[first])):
+                ms = [1e3 * x for x in (median(seconds), min(seconds), max(seconds))]
+                row += ["{:.2f} ({:.2f} - {:.2f})".format(*ms), f"{median(x / y for x, y in zip(seconds, base)):.2f}"]
+            if numbers:
+                roof = 2 * 2**28 / median(kept[COPY])  # a copy reads and writes
+                rate = roof if name == COPY else 4 * numbers / median(times)
+                row += [f"{rate / 1e9:.2f}", f"{100 * rate / roof:.0f} %"]
             rows.append(row)
-        columns = ["candidate", "ms", "min - max", "time / ours", "ms, default allocator", "time / ours"]
-        what = "forward and backward" if traffic else f"forward, backward and AdamW, V{V} D{D} L{L} N{N}"
-        yield f"{title}: {what}", columns + ["GB/s of necessary traffic", "of the copy's"] * bool(traffic), rows
-
-
-scan = partial(train, cases=SCAN)
+        what = {"train": f", V{V} D{D} L{L} N{N}: forward, backward, AdamW", "scan": ": forward, backward", "step": ""}
+        columns = ["candidate", "ms (min - max)", "time / first", "ms, default allocator", "time / first"]
+        yield title + what[section], columns + ["GB/s of necessary traffic", "of copy bandwidth"] * bool(numbers), rows
 
 
 def memory(args):
     if sys.platform == "win32":
         return print("memory: left out, as Windows does not tell Python the peak memory of a process", file=sys.stderr)
-    jobs = [(title, name) for title, case in (TRAIN | SCAN).items() for name in case[0] if name != COPY]
-    jobs = progress(jobs, unit="case")
-    rows = [(*job, in_child(args.threads, added_memory, *job, keep_memory=False)) for job in jobs]
+    jobs = [(s, title, name) for s in ("train", "scan") for title in CASES[s] for name in CASES[s][title][0]]
+    jobs = progress([job for job in jobs if job[2] != COPY], desc="memory", unit="case")
+    rows = [(*job[1:], in_child(args.threads, added_memory, *job, keep_memory=False)) for job in jobs]
     yield "peak memory that the work adds, default allocator", ("case", "candidate", "MB"), rows
 
 
-def step(args):
-    times, sizes = in_child(args.threads, time_generation, args.repeats)
-    rows = []
-    for name in MODELS:
-        ms = [f"{1e3 * median(times[name, T]) / TOKENS:.2f}" for T in CONTEXTS]
-        size = [f"{sizes[name, T] / 1e3:.1f}" for T in CONTEXTS]
-        rows.append((name, *ms, ratio(times[name, CONTEXTS[1]], times[name, CONTEXTS[0]]), *size))
-    columns = [f"{what} after {T}" for what in ("ms per token", "kB of state") for T in CONTEXTS]
-    yield "generation with step: tiny, batch 1", ("model", *columns[:2], "ratio", *columns[2:]), rows
-
-
-SECTIONS = {"params": params, "loss": loss, "train": train, "scan": scan, "memory": memory, "step": step}
+SECTIONS = {"params": params, "loss": loss, **{s: partial(timings, section=s) for s in CASES}, "memory": memory}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # python bench.py
@@ -321,19 +285,19 @@ def positive(text):
 
 
 def section_names(text):
-    names = text.split(",")
-    for name in names:
+    for name in text.split(","):
         if name not in SECTIONS:
             raise argparse.ArgumentTypeError(f"unknown section {name!r}; known: {', '.join(SECTIONS)}")
-    return names
+    return text.split(",")
 
 
 def machine(threads):
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     cpu = cpu[1] if cpu else platform.processor() or platform.machine()
-    return f"{cpu}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, threads: {threads}. " + (
-        f"Timed with {' '.join(f'{k}={v}' for k, v in KEEP_MEMORY.items())} except where it says default allocator.")
+    malloc = " ".join(f"{variable}={value}" for variable, value in KEEP_MEMORY.items())
+    return (f"{cpu}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, threads: {threads}. "
+            f"Timed with {malloc} except where it says default allocator.")
 
 
 def main():
@@ -342,11 +306,14 @@ def main():
         description=description, epilog=notes, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail  # one line, without the usage
     parser.add_argument("--sections", type=section_names, default=SECTIONS, metavar="A,B", help="default: all of them")
-    parser.add_argument("--threads", type=positive, default=1, help="threads of torch (default: %(default)s)")
     parser.add_argument(
-        "--repeats", type=positive, default=5, help="rounds to time, at least, after 2 to warm up (default: %(default)s)")
+        "--threads", type=positive, default=1, metavar="N",
+        help="threads of torch; more than there are free cores can be far slower than one (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=positive, default=5, metavar="N",
+        help="rounds to time, at least, after 2 to warm up (default: %(default)s)")
     parser.add_argument("--large", action="store_true", help="the untrained loss at 253m too: 2 GB, half a minute")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write what is printed to FILE, which must be new")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the output to FILE, which must be new")
     args = parser.parse_args()
     try:
         out = args.out.open("x") if args.out else None

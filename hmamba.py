@@ -16,16 +16,18 @@ Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N state wi
     alpha    alpha, QS eq. 2                exp(log_decay)   modulus of the transition, (B, T, H*N)
 Complex numbers are real pairs, last axis (re, im).
 
-Initialisation (QS 5.6; Mamba's own in brackets where it differs, `init=official`)
-    embedding                           normal, std 0.01 (EMBEDDING_STD says why); tied to the output head
-    in_proj, back_proj [x_proj]         Xavier uniform
-    out_proj [and the last of SwiGLU]   Xavier uniform / sqrt(L)
+Initialisation. From QS 5.6: Xavier for the input projections, a small std for param_proj, omega over two decades with
+alternating sign, psi0. The numbers, and the rows marked *, are ours: the paper does not give them.
+    embedding *                         normal, std 0.01 (EMBEDDING_STD says why); tied to the output head
+    in_proj, back_proj *                Xavier uniform
+    out_proj *                          Xavier uniform / sqrt(L)
     param_proj                          normal, std 0.02: the modulation begins near zero
-    its bias                            0 (so alpha = 0.5), but for dt: softplus^-1 of log-uniform [1e-3, 0.1]
+    its bias *                          0 (so alpha = 0.5), but for dt: softplus^-1 of log-uniform [1e-3, 0.1]
     omega                               geometric grid 0.1 ... 10 in each head, alternating sign
     psi0                                circularly symmetric complex normal, used divided by its modulus
-    [A_log, D, dt_proj]                 [log(1..N), 1, weight uniform +-R^-1/2 and bias as dt above]
-    conv1d, norms                       PyTorch's own: uniform +-1/2; 1
+    conv1d, norms, head=mos *           PyTorch's own: uniform +-1/2 for a width of 4; 1; uniform
+Mamba takes the same for the tensors that both have (QS figure 2). Its own, init=official, as published: A_log = log(1..N),
+D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU Xavier, its last matrix / sqrt(L).
 """
 
 import math
@@ -53,10 +55,12 @@ class HMambaConfig:
     H: int = 4  # heads
     N: int = 16  # complex state width per head
     conv: int = 4  # width of the causal convolution
-    field: str = "complex"  # complex | real: 2N real channels a head, each with its gate, no phase
+    field: str = (
+        "complex"  # complex | real: 2N real channels a head, each with its gate, no phase (0.3 % fewer parameters)
+    )
     gate: str = "sigmoid"  # sigmoid | none: alpha = 1, an exactly unitary transition
     scan: str = "exact"  # exact | clamped: QS Algorithm 2 as printed
-    head: str = "softmax"  # softmax | mos: mixture of softmaxes | born: |<e_v|psi>|^2 over the vocabulary
+    head: str = "softmax"  # softmax | mos: mixture of softmaxes (adds 4 D^2) | born: |<e_v|psi>|^2 over the vocabulary
 
     def __post_init__(self):
         _check_choices(self, field=("complex", "real"), gate=("sigmoid", "none"), scan=("exact", "clamped"))
@@ -75,7 +79,7 @@ class MambaConfig:
         -1
     )  # hidden width of the SwiGLU branch; 0: none; -1: matched to the H-Mamba of the same D, L, N and H heads
     H: int = 4  # heads of that H-Mamba
-    init: str = "official"  # official | xavier: dt bias 0, no 1/sqrt(L), everything decayed
+    init: str = "official"  # official | xavier: dt_proj Xavier with bias 0, no 1/sqrt(L), A_log decayed
     head: str = "softmax"  # softmax | mos | born
 
     def __post_init__(self):
@@ -113,6 +117,9 @@ class CausalConv1d(nn.Conv1d):
 
 
 class HMambaBlock(nn.Module):
+    """The shared block of QS 5.7 around the complex recurrence: norm, in_proj into a signal and a gate branch, causal
+    convolution and SiLU, param_proj to the substrate's parameters, recurrence, back_proj, gate, out_proj, residual."""
+
     def __init__(self, c):
         super().__init__()
         E, self.c = 2 * c.D, c
@@ -127,10 +134,10 @@ class HMambaBlock(nn.Module):
         self.in_proj = nn.Linear(c.D, 2 * E, bias=False)
         self.conv1d = CausalConv1d(E, c.conv)
         self.param_proj = nn.Linear(E, sum(self.widths.values()))
-        self.psi0 = nn.Parameter(torch.randn(c.H, c.N, 2) * 0.5**0.5)
+        self.psi0 = nn.Parameter(torch.randn(c.H, c.N, 2) * 0.5**0.5)  # QS 5.6
         if c.field == "complex":
             sign = 1 - 2 * (torch.arange(c.N) % 2)
-            self.omega = nn.Parameter((sign * torch.logspace(-1, 1, c.N)).repeat(c.H, 1))
+            self.omega = nn.Parameter((sign * torch.logspace(-1, 1, c.N)).repeat(c.H, 1))  # QS 5.6
         self.back_proj = nn.Linear(2 * channels, E, bias=False)
         self.out_proj = nn.Linear(E, c.D, bias=False)
 
@@ -154,22 +161,26 @@ class HMambaBlock(nn.Module):
     def forward(self, x, state):
         """x (B, T, D) -> the same, and the state after it."""
         c, (tail, psi) = self.c, state
-        u, z = self.in_proj(self.norm(x)).chunk(2, -1)  # (B, T, E) each
+        u, z = self.in_proj(self.norm(x)).chunk(2, -1)  # (B, T, E) each: signal and gate branch
         u, tail = self.conv1d(u, tail)
         params = self.param_proj(F.silu(u)).split(list(self.widths.values()), -1)
-        params = dict(zip(self.widths, (p.float() for p in params)))  # gates and angles in float32, also under autocast
+        # Under bf16 autocast the logits are rounded to bf16; everything made of them from here on is float32.
+        params = dict(zip(self.widths, (p.float() for p in params)))
         b, C = params["b"], params["C"]
         if c.gate == "sigmoid":
-            log_decay = F.logsigmoid(params["gate"])  # Algorithm 1, line 2: log alpha = log sigmoid(u)
+            log_decay = F.logsigmoid(params["gate"])  # Algorithm 1, line 2: log alpha (its u is this gate logit)
         else:
             log_decay = b.new_zeros(*b.shape[:2], 1)
         if c.field == "complex":
             b, C = b.unflatten(-1, (-1, 2)), C.unflatten(-1, (-1, 2))  # (B, T, H*N, 2)
-            dt = F.softplus(params["dt"]).clamp(max=0.1).unsqueeze(-1)  # (B, T, H, 1), QS 5.7
+            dt = F.softplus(params["dt"]).clamp(max=0.1).unsqueeze(-1)  # (B, T, H, 1): one a head, QS 5.7
             phi = 0.5 * dt * (params["delta"].unflatten(-1, (c.H, c.N)) + self.omega.float())  # (B, T, H, N), QS 5.2
-            # Algorithm 1, line 1 and eq. 3: lambda = (1 + i phi) / (1 - i phi) has modulus 1 and this angle.
+            # Algorithm 1, line 1 and eq. 3, the diagonal form of eq. 1: lambda = (1 + i phi) / (1 - i phi) has modulus 1
+            # and this angle.
             theta = (2 * phi.atan()).flatten(2)
-            psi, last = complex_scan(log_decay, theta, b, psi, method=c.scan)  # eq. 2, line 3 of Algorithm 1 inside
+            psi, last = complex_scan(
+                log_decay, theta, b, psi, method=c.scan
+            )  # eq. 2; a = alpha lambda is formed inside
             (C_re, C_im), (psi_re, psi_im) = C.unbind(-1), psi.unbind(-1)
             y = torch.cat((C_re * psi_re + C_im * psi_im, C_re * psi_im - C_im * psi_re), -1)  # conj(C) psi, QS 5.5
         else:
@@ -277,12 +288,14 @@ class Readout(nn.Module):
             latent = self.latent(x).tanh().unflatten(-1, (MOS_COMPONENTS, -1))  # (B, T, K, D)
             log_prior = self.prior(x).float().log_softmax(-1).unsqueeze(-1)
             return torch.logsumexp(log_prior + F.linear(latent, embedding).float().log_softmax(-1), -2)
-        # Born rule, QS section 2: p_v = |<e_v|psi>|^2 / sum; psi and e_v are D/2 complex numbers.
-        (e_re, e_im), (x_re, x_im) = embedding.unflatten(-1, (-1, 2)).unbind(-1), x.unflatten(-1, (-1, 2)).unbind(-1)
-        re = F.linear(x_re, e_re) + F.linear(x_im, e_im)
-        im = F.linear(x_im, e_re) - F.linear(x_re, e_im)
-        p = re.float().square() + im.float().square()
-        return torch.log(p / p.sum(-1, keepdim=True).clamp(min=1e-30) + 1e-12).log_softmax(-1)  # 1e-12: finite at p = 0
+        # Born rule, QS section 2: p_v = |<e_v|psi>|^2 / sum over v, psi and e_v being D/2 complex numbers. In float32, as
+        # bf16 products would drown the interference of their parts.
+        with torch.autocast(x.device.type, enabled=False):
+            e_re, e_im = embedding.float().unflatten(-1, (-1, 2)).unbind(-1)  # (V, D/2)
+            x_re, x_im = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, D/2)
+            re = F.linear(x_re, e_re) + F.linear(x_im, e_im)
+            im = F.linear(x_im, e_re) - F.linear(x_re, e_im)
+            return torch.log(re.square() + im.square() + 1e-12).log_softmax(-1)  # 1e-12: finite where p = 0
 
 
 class HMamba(nn.Module):
@@ -307,7 +320,7 @@ class HMamba(nn.Module):
 
     @property
     def NO_DECAY(self):
-        """Parameters exempt from weight decay whatever their rank: the dynamics, as for Mamba's A_log."""
+        """Parameters exempt from weight decay whatever their rank, unlike QS 7: the dynamics, as Mamba exempts A_log."""
         return ("omega", "psi0")
 
     def init_state(self, batch_size):
@@ -352,9 +365,11 @@ class HMamba(nn.Module):
         return c.L * c.H * c.N * (14 if c.field == "complex" else 6)
 
     def flops_per_token(self):
-        """Forward and backward flops a token: 6 per matrix parameter, the tied head included, and the recurrence.
-        Recomputation under activation checkpointing is not counted."""
-        return 6 * sum(p.numel() for p in self.parameters() if p.dim() == 2) + 3 * self.mixing_flops()
+        """Forward and backward flops a token: 6 per weight of the projections, convolutions and tied head, and the
+        recurrence. Element-wise work and recomputation under activation checkpointing are not counted."""
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
+        head = {"softmax": 1, "mos": MOS_COMPONENTS, "born": 2}[self.config.head] * self.embedding.weight.numel()
+        return 6 * (weights + head) + 3 * self.mixing_flops()
 
 
 class Mamba(HMamba):

@@ -65,13 +65,13 @@ def complex_scan_reference(log_decay, theta, b, h0=None):
 
 def complex_scan_clamped(log_decay, theta, b, h0=None):
     """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see README, errata."""
-    dtype = _compute_dtype(log_decay, b)
+    dtype = _compute_dtype(log_decay, theta, b)
     log_decay, theta, b = log_decay.to(dtype).expand(theta.shape), theta.to(dtype), b.to(dtype)
     x = torch.zeros_like(b[:, 0]) if h0 is None else h0.to(dtype)  # (B, C, 2)
     chunks = []
     for ld, th, b_chunk in zip(*(t.split(CLAMPED_CHUNK, dim=1) for t in (log_decay, theta, b))):
-        ell = ld.cumsum(1).clamp(-30, 0)  # line 1
-        angle = th.cumsum(1)
+        ell = ld.cumsum(1).clamp(-30, 0)  # line 1, l
+        angle = th.cumsum(1)  # line 1, vartheta
         P = _polar(ell.exp(), angle)  # line 2
         P_inverse = _polar((-ell).exp(), -angle)
         chunks.append(_complex_mul(P, x.unsqueeze(1) + _complex_mul(b_chunk, P_inverse).cumsum(1)))  # line 3, QS eq. 4
@@ -99,44 +99,46 @@ def _step(a, h, b):
 def _scan(a, b, h0, reverse=False):
     """h_t = a_t h_{t-1} + b_t on lists of planes (B, T, C); h0 planes (B, C). Returns planes (B, T, C).
 
-    Time is cut into K chunks that advance together, L steps each: a first pass finds each chunk's end state and the
-    product of its a_t, K steps carry the states from chunk to chunk, and a second pass writes the trajectory. Exact:
-    only products of a_t occur, never a quotient. With `reverse`, time runs from the end to the start.
+    Time is cut into chunks that advance together: a first pass finds each chunk's end state and the product of its a_t,
+    a short loop carries the states from chunk to chunk, and a second pass writes the trajectory. Exact: only products
+    of a_t occur, never a quotient. With `reverse`, time runs from the end to the start.
     """
     B, T, C = b[0].shape
     # On a CPU one step should fill the cache but not leave it; elsewhere few large launches win.
-    K = max(1, min(T // 8, 16384 // (B * C))) if b[0].device.type == "cpu" else max(1, int(T**0.5))
-    L = -(-T // K)
+    chunks = max(1, min(T // 8, 16384 // (B * C))) if b[0].device.type == "cpu" else max(1, int(T**0.5))
+    length = -(-T // chunks)
 
-    def time_major(x, identity):  # (B, T, C) -> L steps of (K, B, C), padded with a = 1, b = 0
-        x = F.pad(x, (0, 0, 0, K * L - T), value=identity) if K * L > T else x
-        steps = x.reshape(B, K, L, C).permute(2, 1, 0, 3).clone(memory_format=torch.contiguous_format)
-        return steps, steps.unbind(0)[::-1] if reverse else steps.unbind(0)
+    def time_major(x, identity):  # (B, T, C) -> (length, chunks, B, C), padded with a = 1, b = 0
+        x = F.pad(x, (0, 0, 0, chunks * length - T), value=identity) if chunks * length > T else x
+        return x.reshape(B, chunks, length, C).permute(2, 1, 0, 3).clone(memory_format=torch.contiguous_format)
 
-    a = list(zip(*(time_major(x, 1.0 if i == 0 else 0.0)[1] for i, x in enumerate(a))))  # L tuples of planes
-    buffers, b = zip(*(time_major(x, 0.0) for x in b))
-    b = list(zip(*b))
-    h = [x.unsqueeze(0) for x in h0]
-    if K > 1:
-        end, product = list(b[0]), list(a[0])
+    def in_order(planes):  # planes (n, ...) -> n lists of planes (...), in the order of time
+        return list(zip(*(x.unbind(0)[::-1] if reverse else x.unbind(0) for x in planes)))
+
+    trajectory = [time_major(x, 0.0) for x in b]  # holds b, which the second pass overwrites with h
+    a_steps = in_order([time_major(x, 1.0 if i == 0 else 0.0) for i, x in enumerate(a)])
+    b_steps = in_order(trajectory)
+    h = [x.unsqueeze(0) for x in h0]  # (chunks, B, C): the state before each chunk
+    if chunks > 1:
+        end, product = b_steps[0], a_steps[0]
         zero = [torch.zeros_like(x) for x in product]
-        for a_t, b_t in zip(a[1:], b[1:]):
+        for a_t, b_t in zip(a_steps[1:], b_steps[1:]):
             end, product = _step(a_t, end, b_t), _step(a_t, product, zero)
-        end, product = (list(zip(*(x.unbind(0)[::-1] if reverse else x.unbind(0) for x in y))) for y in (end, product))
-        starts = [list(h0)]
-        for k in range(K - 1):
-            starts.append(_step(product[k], starts[-1], end[k]))
+        starts = [h0]
+        for product_k, end_k in list(zip(in_order(product), in_order(end)))[:-1]:
+            starts.append(_step(product_k, starts[-1], end_k))
         h = [torch.stack(x[::-1] if reverse else x) for x in zip(*starts)]
-    for a_t, b_t in zip(a, b):  # b becomes the trajectory
+    for a_t, b_t in zip(a_steps, b_steps):
         b_t[0].addcmul_(a_t[0], h[0])
         if len(b_t) == 2:
             b_t[0].addcmul_(a_t[1], h[1], value=-1)
             b_t[1].addcmul_(a_t[0], h[1]).addcmul_(a_t[1], h[0])
         h = b_t
-    return [x.permute(2, 1, 0, 3).reshape(B, K * L, C)[:, :T] for x in buffers]
+    return [x.permute(2, 1, 0, 3).reshape(B, chunks * length, C)[:, :T] for x in trajectory]
 
 
 def _transition(log_decay, theta):
+    """a_t = alpha_t lambda_t (Algorithm 1, line 3), as planes."""
     modulus = log_decay.exp()
     return [modulus] if theta is None else [modulus * theta.cos(), modulus * theta.sin()]
 
@@ -217,11 +219,11 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         b: (B, T, C, 2) input, or (B, T, C) if theta is None.
         h0: (B, C, 2) or (B, C) state before the first step; None is zero.
         method: "exact", or "clamped" for QS Algorithm 2 as printed (chunks of 64, log-decay clamped at -30).
-        backend: None picks; "torch" or "reference" (float64 loop) forces one.
+        backend: of method="exact". None picks; "torch" or "reference" (float64 loop, float64 results) forces one.
     Any float dtype and strides.
 
     Returns:
-        (h, hT): every state, in b's shape, and the last one; float32 (float64 if log_decay or b is).
+        (h, hT): every state, in b's shape, and the last one; float32 (float64 if an input is).
     Raises:
         ValueError: shapes that do not fit, T = 0, an unknown method or backend.
     """
@@ -243,7 +245,7 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         return complex_scan_clamped(log_decay, theta, b, h0)
     if backend == "reference":
         return complex_scan_reference(log_decay, theta, b, h0)
-    dtype = _compute_dtype(log_decay, b)
+    dtype = _compute_dtype(log_decay, b, *(x for x in (theta, h0) if x is not None))
     h0 = torch.zeros_like(b[:, 0], dtype=dtype) if h0 is None else h0.to(dtype)
     theta = None if theta is None else theta.to(dtype)
     h = _complex_scan(log_decay.to(dtype).expand(B, T, C), theta, b.to(dtype), h0)
@@ -327,13 +329,13 @@ def _selective_scan_backward(
             gy, u_s, dt_s, B_s = gy_r[s], u_r[s], dt_r[s], B_r[s]
             x, h = dt_s * u_s, start[rows]
             decay, states = _chunk_states(u_s, dt_s, A, B_s, h)
-            grad_C = torch.matmul(gy.unsqueeze(-2), states).squeeze(-2)
+            grad_C = (gy.unsqueeze(-1) * states).sum(-2)  # not matmul: autocast or TF32 would round it
             adjoint = gy.unsqueeze(-1) * C_r[s].unsqueeze(-2)  # (L, B, E, N)
             adjoint[-1] += g
             for t in range(len(adjoint) - 1, 0, -1):
                 adjoint[t - 1].addcmul_(decay[t], adjoint[t])
             g = decay[0] * adjoint[0]
-            grad_B = torch.matmul(x.unsqueeze(-2), adjoint).squeeze(-2)
+            grad_B = (x.unsqueeze(-1) * adjoint).sum(-2)
             grad_x = (adjoint * B_s.unsqueeze(-2)).sum(-1)
             w = adjoint.mul_(decay)
             w[0] *= h
@@ -376,11 +378,11 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
         u: (B, T, E) input.          dt: (B, T, E) step size, after softplus.
         A: (E, N) real, negative.    B, C: (B, T, N) input and output projections.
         h0: (B, E, N) state before the first step; None is zero.
-        backend: None picks; "torch" or "reference" (float64 loop) forces one.
+        backend: None picks; "torch" or "reference" (float64 loop, float64 results) forces one.
     Any float dtype and strides.
 
     Returns:
-        (y, hT): y (B, T, E) in u's dtype, without the skip D u; hT (B, E, N) in float32 (float64 if u or A is).
+        (y, hT): y (B, T, E) in u's dtype, without the skip D u; hT (B, E, N) in float32 (float64 if an input is).
     Raises:
         ValueError: shapes that do not fit, T = 0, an unknown backend.
     """
@@ -399,7 +401,7 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
         _expect_shape("h0", h0, (batch, E, N))
     if backend == "reference":
         return selective_scan_reference(u, dt, A, B, C, h0)
-    dtype = _compute_dtype(u, A)
+    dtype = _compute_dtype(u, dt, A, B, C, *(() if h0 is None else (h0,)))
     h0 = u.new_zeros(batch, E, N, dtype=dtype) if h0 is None else h0.to(dtype)
     y, hT, _ = _selective_scan(*(x.to(dtype) for x in (u, dt, A, B, C)), h0)
     return y.to(u.dtype), hT

@@ -1273,7 +1273,8 @@ def weights(path):
 
 def course(folder):
     """What a run logged, without the times."""
-    return [{k: v for k, v in e.items() if k not in ("time_s", "tok_s")} for e in report.read_log(folder)[1:]]
+    events = [e for e in report.read_log(folder)[1:] if e["event"] != "resume"]
+    return [{k: v for k, v in e.items() if k not in ("time_s", "tok_s")} for e in events]
 
 
 def assert_same_run(a, b):
@@ -1334,14 +1335,24 @@ def test_resume_continues_bit_for_bit(program):
         code, _, _ = program(train, "--resume", f"{name}-cut", "--stop_at", 5)
         assert code == 0
         assert program(train, "--resume", f"{name}-cut/last.pt")[0] == 0
-        cut = [e for e in course(f"{name}-cut") if e["step"] in (2, 4, 6, 8) or e["event"] == "train"]
-        straight = [e for e in course(f"{name}-straight") if e["step"] != 0]
-        assert [e for e in cut if e["step"] != 0] == straight
-        x, y = weights(f"{name}-straight/last.pt"), weights(f"{name}-cut/last.pt")
-        assert all(torch.equal(x[k], y[k]) for k in x)
+        assert_same_run(f"{name}-straight", f"{name}-cut")
+        assert [e["step"] for e in report.read_log(f"{name}-cut") if e["event"] == "resume"] == [3, 5]
     code, _, err = program(train, "--resume", "mamba-cut")
     assert code == 2
     assert "the run is complete" in err
+    code, _, err = program(train, "--resume", "mamba-cut", "--stop_at", 4)
+    assert code == 2
+    assert "is at step 8 of 4 already: give a later --stop_at" in err
+
+
+def test_run_killed_in_its_last_validation_can_be_finished(program):
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+    assert program(train, *SMALL, "--out", "cut")[0] == 0
+    events = report.read_log("cut")
+    assert [e["event"] for e in events[-2:]] == ["final", "sample"]
+    Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events[:-2]))
+    assert program(train, "--resume", "cut")[0] == 0
+    assert_same_run("straight", "cut")
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
@@ -1446,7 +1457,11 @@ def test_eval_only_judges_the_best_checkpoint(program):
     with torch.no_grad():
         expected = model(*data.get_windows(tokens, 32, np.arange(n)))[1].item()
     assert f"test loss {expected:.4f} nats, {expected / math.log(2):.4f} bpc over {n * 32:,} tokens" in out
-    assert {p: p.read_bytes() for p in Path("run").iterdir()} == before
+    after = {p: p.read_bytes() for p in Path("run").iterdir()}
+    assert [p.name for p in before if before[p] != after[p]] == ["log.jsonl"]
+    logged = report.read_log("run")[-1]
+    assert (logged["event"], logged["split"], logged["checkpoint"]) == ("eval", "test", "best.pt")
+    assert logged["val_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_learning_rate():
@@ -1478,15 +1493,32 @@ def test_protocols(monkeypatch):
     assert train.resolve({"lr": 1e-5}, "hmamba", "tiny", "1", cpu).min_lr == 1e-5
 
 
-def test_a_diverging_run_stops_and_says_where(program):
+def test_a_diverging_run_stops_and_says_where(program, monkeypatch):
+    """The loss itself, or the layer in which the backward first met it; the checkpoint before it is kept."""
     code, _, err = program(train, *SMALL, "--out", "run", "--lr", "1e30", "--warmup", "4", "--ckpt_every", 1)
     assert code == 2
-    assert re.match(
-        r"error: step \d: loss \S+, gradient norm \S+; first non-finite gradient in \S+; the last good", err
-    )
-    assert err.count("\n") == 1
-    last = sample.read_checkpoint("run/last.pt")
-    assert all(x.isfinite().all() for x in last["model"].values()) or last["step"] == 0
+    assert re.fullmatch(r"error: step \d: loss nan, gradient norm nan, first not finite in the loss itself; .*\n", err)
+
+    real, calls = hmamba.HMambaBlock.forward, []
+
+    def poisoned(self, x, state):
+        y, state = real(self, x, state)
+        if self.training:
+            calls.append(self)
+            if len(calls) == 2 * 2 * 2 + 1:  # third step, two micro-batches, two layers: layer 0
+                y.register_hook(lambda grad: grad * math.nan)
+        return y, state
+
+    monkeypatch.setattr(hmamba.HMambaBlock, "forward", poisoned)
+    code, _, err = program(train, *SMALL, "--out", "run2", "--ckpt_every", 1)
+    assert code == 2
+    assert re.fullmatch(
+        r"error: step 3: loss \d\.\d+, gradient norm nan, first not finite in layer 0; "
+        r"the last good checkpoint is run2/last.pt\n", err
+    )  # fmt: skip
+    last = sample.read_checkpoint("run2/last.pt")
+    assert last["step"] == 2
+    assert all(x.isfinite().all() for x in last["model"].values())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
@@ -1526,7 +1558,7 @@ def unsafe_checkpoint():
 def other_version():
     checkpoint = torch.load("run/last.pt", weights_only=True)
     del checkpoint["model"]["norm_f.weight"]
-    torch.save(checkpoint, "other.pt")
+    torch.save(checkpoint, "run/other.pt")
 
 
 def changed_text():
@@ -1567,12 +1599,16 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (None, [*RESUME, "--size", "small"], "--size small differs from this run's tiny"),
     (None, [*RESUME, "--data", "stdlib"], "--data stdlib differs from this run's text.txt"),
     (None, [*RESUME, "--lr", "1"], "--lr 1.0 differs"),
+    (None, [*RESUME, "--micro", "0"], "--micro 0 must be at least 1"),
+    (None, [*RESUME, "--log_every", "0"], "--log_every 0 must be at least 1"),
+    (None, [*RESUME, "--stop_at", "40"], "--stop_at 40 lies beyond --steps 8"),
+    (None, [*RESUME, "--stop_at", "1"], "is at step 2 of 1 already"),
     (None, ["--resume", "run/best.pt"], "no optimizer state; resume from last.pt"),
     (changed_text, RESUME, "is not the data of this run"),
     (foreign_checkpoint, ["--resume", "foreign.pt"], "checkpoint of other origin"),
     (truncated_checkpoint, ["--resume", "short.pt"], "cut short, or of other origin"),
     (unsafe_checkpoint, ["--resume", "unsafe.pt"], "cut short, or of other origin"),
-    (other_version, ["--resume", "other.pt"], "does not fit this version of the models"),
+    (other_version, ["--resume", "run/other.pt"], "does not fit this version of the models"),
     (None, ["--resume", "text.txt"], "not a readable checkpoint"),
 ]
 

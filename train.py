@@ -3,7 +3,7 @@
     python train.py                                            tiny H-Mamba on the text that ships with Python
     python train.py --model hmamba,mamba --seeds 1,2,3         a sweep: the same data order, ratios at the end
     python train.py --model hmamba:N=4,hmamba:field=real       settings of a model (fields of its Config)
-    torchrun --nproc_per_node 4 train.py --data owt --model hmamba,mamba      the paper's run, 253M parameters
+    torchrun --nproc_per_node 4 train.py --data FILE --size 253m       the paper's size and protocol on four GPUs
     python train.py --resume runs/hmamba-stdlib-tiny-s1        goes on where a stopped run left off
     python train.py --resume RUN --eval_only --split test      loss of its best checkpoint on the test split
     python train.py --model hmamba,mamba --size 253m --params  parameters by component
@@ -12,6 +12,7 @@ Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence M
 and table 4. Losses are in nats per token; bpc, bits per character, is that divided by ln 2.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 
 import data
@@ -51,23 +52,18 @@ PROTOCOLS = {
               "eval_every": 20, "eval_seqs": 512, "ckpt_every": 100},
     "253m": {"steps": 1000, "batch": 1024, "micro": 32, "seq": 1024, "lr": 6e-4, "min_lr": 6e-5, "warmup": 750,
              "schedule": "cosine", "dtype": "bfloat16", "checkpointing": True,
-             "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4
+             "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4; D: 20 x 256
 }  # fmt: skip
-BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS table 4
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
 PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "RTX 4090": 165e12, "RTX 3090": 71e12}  # dense bf16
-MAY_CHANGE = {
-    "resume",
-    "stop_at",
-    "micro",
-    "device",
-    "compile",
-    "checkpointing",
-    "log_every",
-    "ckpt_every",
-    "eval_only",
-    "split",
-}
+PEAK_FLOPS = {  # dense bf16, by the device's full name
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12,
+    "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
+}  # fmt: skip
+# What a resumed run may set anew: the rest would change its course.
+MAY_CHANGE = {"resume", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every",
+              "eval_only", "split"}  # fmt: skip
 
 
 def flag(default, text, type=str, choices=None):
@@ -87,7 +83,7 @@ class Settings:
     batch: int = flag(None, "sequences a step, over all devices", int)
     micro: int = flag(None, "sequences that a device takes at once; changes memory and speed, not the result", int)
     seq: int = flag(None, "tokens a sequence", int)
-    lr: float = flag(None, "peak learning rate", float)
+    lr: float = flag(None, "peak learning rate; one below min_lr's default lowers that too", float)
     min_lr: float = flag(None, "learning rate at the end of the cosine", float)
     warmup: float = flag(None, "steps of linear warmup; below 1: share of the steps", float)
     schedule: str = flag(None, "cosine, or constant: --lr throughout, no warmup", choices=("cosine", "constant"))
@@ -96,14 +92,10 @@ class Settings:
     compile: bool = flag(False, "torch.compile each layer", bool)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     eval_every: int = flag(None, "steps between validations; per-layer gradient norms are logged as often", int)
-    eval_seqs: int = flag(
-        None, "fixed windows of a validation during training; the last one takes the whole split", int
-    )
+    eval_seqs: int = flag(None, "fixed windows of a validation during training; the last takes the whole split", int)
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
-    out: str = flag(
-        None, "run folder, which must not exist; for several runs the folder that holds theirs (default runs/)"
-    )
+    out: str = flag(None, "run folder, which must not exist; for several runs, what holds theirs (default runs/)")
     resume: str = flag(None, "go on with this run folder or checkpoint")
     eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
     split: str = flag("val", "split for --eval_only", choices=("train", "val", "test"))
@@ -115,17 +107,11 @@ def parse_flags():
     protocols = "\n".join(f"  {size:6}" + " ".join(f"{k}={v}" for k, v in p.items()) for size, p in PROTOCOLS.items())
     parser = Parser(description=__doc__, epilog=f"defaults by size:\n{protocols}")
     for f in dataclasses.fields(Settings):
-        kind, default = (
-            f.metadata["type"],
-            "by size" if f.default is None and f.name in PROTOCOLS["tiny"] else f.default,
-        )
+        kind, default = f.metadata["type"], "by size" if f.name in PROTOCOLS["tiny"] else f.default
         text = f.metadata["help"] + (f" (default: {default})" if default not in (None, False) else "")
         if kind is bool:
-            parser.add_argument(f"--{f.name}", action="store_true", default=None, help=text)
-            if f.default is None:
-                parser.add_argument(
-                    f"--no_{f.name}", dest=f.name, action="store_false", default=None, help="the opposite"
-                )
+            action = argparse.BooleanOptionalAction if f.default is None else "store_true"
+            parser.add_argument(f"--{f.name}", action=action, default=None, help=text)
         else:
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
     return {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
@@ -136,7 +122,7 @@ def resolve(given, model, size, seed, device):
     if size is None:
         size = "253m" if given.get("data") in PAPER_STEPS and device.type == "cuda" else "tiny"
         if given.get("data") in PAPER_STEPS and size == "tiny":
-            say("no CUDA device: --size tiny instead of 253m")
+            print_rank0("no CUDA device: --size tiny instead of 253m")
     if size not in PROTOCOLS:
         raise InputError(f"unknown size {size!r}; known: {', '.join(PROTOCOLS)}")
     s = Settings(**given | {"model": model, "size": size, "seeds": seed})
@@ -148,10 +134,15 @@ def resolve(given, model, size, seed, device):
             setattr(s, key, value)
     if s.min_lr > s.lr and "min_lr" not in given:
         s.min_lr = s.lr
+    return check(s)
+
+
+def check(s):
+    """The settings of one run, if they are possible. Raises InputError."""
     for key in ("steps", "batch", "micro", "seq", "eval_every", "eval_seqs", "log_every", "ckpt_every", "stop_at"):
         if getattr(s, key) is not None and getattr(s, key) < 1:
             raise InputError(f"--{key} {getattr(s, key)} must be at least 1")
-    if not s.seeds.isdigit() or int(s.seeds) >= 2**32:
+    if not s.seeds.isdecimal() or int(s.seeds) >= 2**32:
         raise InputError(f"--seeds {s.seeds!r} must be whole numbers from 0 to 2^32 - 1")
     if not (0 < s.lr < math.inf and 0 <= s.min_lr <= s.lr and 0 <= s.warmup < math.inf):
         raise InputError(f"impossible schedule: --lr {s.lr} --min_lr {s.min_lr} --warmup {s.warmup}")
@@ -180,13 +171,13 @@ rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), (
 stop_signals = []  # SIGINT and SIGTERM end the run after the present step
 
 
-def say(*text):
+def print_rank0(*text):
     if rank == 0:
         tqdm.write(" ".join(map(str, text)), file=sys.stdout)
         sys.stdout.flush()
 
 
-def total(value):
+def sum_over_ranks(value):
     """Sum over all ranks of a list of numbers."""
     x = torch.tensor(value, dtype=torch.float64)
     if world > 1:
@@ -195,7 +186,7 @@ def total(value):
     return x.tolist()
 
 
-def from_first(make):
+def broadcast_from_rank0(make):
     """make() on rank 0, its result on every rank; an InputError likewise."""
     box = [None]
     if rank == 0:
@@ -210,11 +201,17 @@ def from_first(make):
     return box[0]
 
 
+def exit_on_signal():
+    """Ends the program, if a signal asked any rank to, with the exit code 128 + signal."""
+    if sum_over_ranks([len(stop_signals)])[0]:
+        raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
+
+
 def on_signal(signum, _):
     if stop_signals:
         raise KeyboardInterrupt
     stop_signals.append(signum)
-    say(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
+    print_rank0(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -234,15 +231,10 @@ class Log:
 
     def write(self, event, step, tokens, **values):
         if rank == 0:
-            line = {
-                "event": event,
-                "step": step,
-                "tokens": tokens,
-                "time_s": round(time.time() - self.start, 3),
-                **values,
-            }
-            with open(self.path, "a") as f:
-                f.write(json.dumps(line) + "\n")
+            time_s = round(time.time() - self.start, 3)
+            line = json.dumps({"event": event, "step": step, "tokens": tokens, "time_s": time_s} | values)
+            with data.explain(f"write {self.path}"), open(self.path, "a") as f:
+                f.write(line + "\n")
 
 
 def replace_file(path, write):
@@ -313,7 +305,7 @@ def evaluate(model, tokens, index, s, device):
         with autocast(s, device):
             nats += model(x, y)[1].item() * y.numel()
     model.train()
-    return total([nats])[0] / (len(index) * s.seq)
+    return sum_over_ranks([nats])[0] / (len(index) * s.seq)
 
 
 def make_optimizer(model, lr, device):
@@ -330,16 +322,25 @@ def make_optimizer(model, lr, device):
     return optimizer, {"decay": names[True], "no_decay": names[False]}
 
 
-def check_finite(loss, grad_norm, model, step, folder):
+def check_finite(loss, grad_norm, layers, step, folder):
     """Stops a run whose loss or gradient is not finite, naming the step, the place and the last good checkpoint."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
-    bad = next((n for n, p in model.named_parameters() if not p.grad.isfinite().all()), "the loss alone")
+    bad = [i for i, norm in enumerate(layers) if not norm.isfinite()]
+    # The backward runs from the last layer to the first: the last one that is not finite is where it began.
+    place = "the loss itself" if not math.isfinite(loss) else f"layer {bad[-1]}" if bad else "the embedding or the head"
     last = folder / "last.pt"
     saved = f"the last good checkpoint is {last}" if last.exists() else "no checkpoint was saved yet"
-    raise InputError(
-        f"step {step}: loss {loss}, gradient norm {grad_norm}; first non-finite gradient in {bad}; {saved}"
-    )
+    raise InputError(f"step {step}: loss {loss}, gradient norm {grad_norm}, first not finite in {place}; {saved}")
+
+
+def provenance(device):
+    """What ran: versions, code revision, device."""
+    return {
+        "git": git_revision(), "world": world, "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
+    }  # fmt: skip
 
 
 def train(s, corpus, device, single, checkpoint=None):
@@ -350,13 +351,14 @@ def train(s, corpus, device, single, checkpoint=None):
         start_time = time.time() - checkpoint["meta"]["time_s"]
     else:
         model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
-        model, folder = model_class(config).to(device), Path(from_first(lambda: str(make_folder(s, corpus, single))))
+        model = model_class(config).to(device)
+        folder = Path(broadcast_from_rank0(lambda: str(make_folder(s, corpus, single))))
         start_time = time.time()
     model.checkpointing = s.checkpointing
     optimizer, decay_groups = make_optimizer(model, s.lr, device)
     meta = {
         "spec": s.model, "size": s.size, "config": dataclasses.asdict(model.config), "settings": dataclasses.asdict(s),
-        "data": from_first(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256}),
+        "data": broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256}),
     }  # fmt: skip
     step, best = 0, {"val_loss": math.inf, "step": 0}
     log = Log(folder, start_time, keep=checkpoint and checkpoint["step"])
@@ -364,13 +366,11 @@ def train(s, corpus, device, single, checkpoint=None):
         step, best = checkpoint["step"], checkpoint["best"]
         optimizer.load_state_dict(checkpoint["optimizer"])
         torch.set_rng_state(checkpoint["rng"]["cpu"])
+        log.write("resume", step, step * s.batch * s.seq, **provenance(device))
     else:
-        log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], params=model.num_params(),
-                  weight_decay=decay_groups, data=meta["data"], world=world, git=git_revision(),
-                  flops_per_token=model.flops_per_token(), optimizer={"betas": BETAS, "decay": WEIGHT_DECAY, "clip": CLIP},
-                  versions={"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-                  device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
-                  threads=torch.get_num_threads())  # fmt: skip
+        log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], data=meta["data"],
+                  params=model.num_params(), flops_per_token=model.flops_per_token(), weight_decay=decay_groups,
+                  optimizer={"betas": BETAS, "decay": WEIGHT_DECAY, "clip": CLIP}, **provenance(device))  # fmt: skip
     if s.compile:
         for layer in model.layers:
             layer.compile()
@@ -382,11 +382,14 @@ def train(s, corpus, device, single, checkpoint=None):
     windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
     fixed = data.eval_index(val_windows, s.eval_seqs)
     local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
-    peak = next(
-        (f for name, f in PEAK_FLOPS.items() if device.type == "cuda" and name in torch.cuda.get_device_name(device)), 0
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak = PEAK_FLOPS.get(name) if s.dtype == "bfloat16" else None  # not known: no MFU
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    if s.schedule == "cosine" and s.warmup >= s.steps:
+        print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
     show = rank == 0 and sys.stderr.isatty()
-    say(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} bytes, "
+    print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} bytes, "
         f"{s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
 
     def save(name, with_optimizer=True):
@@ -423,37 +426,39 @@ def train(s, corpus, device, single, checkpoint=None):
                 (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
             nats += loss.detach() * (len(x) / local)
         layers = [get_total_norm([p.grad for p in layer.parameters()]) for layer in model.layers]
-        grad_norm = clip_grad_norm_(model.parameters(), CLIP).item()
-        loss, stop = total([float(nats) / world, len(stop_signals)])
-        check_finite(loss, grad_norm, model, step, folder)
+        rest = get_total_norm([p.grad for n, p in model.named_parameters() if not n.startswith("layers.")])
+        grad_norm = torch.stack([*layers, rest]).norm()
+        loss, stop = sum_over_ranks([float(nats) / world, len(stop_signals)])
+        step += 1
+        check_finite(loss, grad_norm.item(), layers, step, folder)
+        clip_grads_with_norm_(model.parameters(), CLIP, grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        step += 1
 
-        tokens, now = step * tokens_per_step, time.perf_counter()
-        tok_s = (step - clock_step) * tokens_per_step / (now - clock)
-        if step % s.log_every == 0 or step in (1, end):
-            log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm, tok_s=round(tok_s, 1))
-        if step % s.eval_every == 0 or step == end:
+        tokens = step * tokens_per_step
+        tok_s = (step - clock_step) * tokens_per_step / (time.perf_counter() - clock)
+        speed = {"tok_s": round(tok_s, 1)} | ({"mfu": tok_s * model.flops_per_token() / (peak * world)} if peak else {})
+        logs, evaluates, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.eval_every, s.ckpt_every))
+        if logs or step == 1:
+            log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm.item(), **speed)
+        if evaluates:
             log.write("grad", step, tokens, layers=[norm.item() for norm in layers])
             val_loss = validate()
-            if not show:
-                eta = timedelta(seconds=round((time.perf_counter() - begin) / (step - begin_step) * (end - step)))
-                say(f"step {step}/{end}  train {loss / math.log(2):.3f}  val {val_loss / math.log(2):.3f} bpc  "
-                    f"{tok_s:,.0f} tok/s  ETA {eta}")  # fmt: skip
-        if step % s.log_every == 0 or step % s.eval_every == 0:
-            clock, clock_step = time.perf_counter(), step  # evaluation does not count
-        mfu = f" MFU {tok_s * model.flops_per_token() / (peak * world):.1%}" if peak else ""
-        bar.set_postfix_str(
-            f"bpc {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {tok_s:,.0f} tok/s{mfu}", refresh=False
-        )
+        shown = f"train {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} bpc {tok_s:,.0f} tok/s"
+        shown += f" MFU {speed['mfu']:.1%}" if peak else ""
+        bar.set_postfix_str(shown, refresh=False)
         bar.update()
-        if step % s.ckpt_every == 0 or step == end or stop:
+        if evaluates and not show:
+            left = (time.perf_counter() - begin) / (step - begin_step) * (end - step)
+            print_rank0(f"step {step}/{end}  {shown}  ETA {timedelta(seconds=round(left))}")
+        if saves or step == end or stop:
             save("last.pt")
+        if logs or evaluates or saves:
+            clock, clock_step = time.perf_counter(), step  # evaluations and checkpoints do not count
         if stop and step < end:
             bar.close()
-            say(f"stopped after step {step}; go on with: python train.py --resume {folder}")
-            raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
+            print_rank0(f"stopped after step {step}; go on with: python train.py --resume {folder}")
+            exit_on_signal()
     bar.close()
 
     everything = np.arange(val_windows)
@@ -469,7 +474,9 @@ def train(s, corpus, device, single, checkpoint=None):
         best=best,
         **memory,
     )
-    say(f"validation {loss / math.log(2):.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}")
+    print_rank0(
+        f"validation {loss / math.log(2):.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}"
+    )
     if rank == 0:
         with autocast(s, device):
             model.eval()
@@ -477,17 +484,21 @@ def train(s, corpus, device, single, checkpoint=None):
         (folder / "sample.txt").write_text(text, encoding="utf-8")
         log.write("sample", step, step * tokens_per_step, text=text)
         report.plot_curves([report.read_log(folder)], folder / "curve.png")
-        say(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
+        print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
+    exit_on_signal()
     return folder
 
 
 def evaluate_checkpoint(s, corpus, device, checkpoint):
-    model = sample.build(checkpoint).to(device)
-    tokens = corpus.split(s.split)
-    n = data.num_windows(tokens, s.seq)
+    """Prints the loss of a checkpoint over a whole split, and logs it beside the checkpoint as an "eval" event."""
+    model, tokens = sample.build(checkpoint).to(device), corpus.split(s.split)
+    n, step = data.num_windows(tokens, s.seq), checkpoint["step"]
     loss = evaluate(model, tokens, np.arange(n), s, device)
-    say(f"{checkpoint['path']}, step {checkpoint['step']}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc "
-        f"over {n * s.seq:,} tokens")  # fmt: skip
+    log = Log(Path(checkpoint["path"]).parent, time.time() - checkpoint["meta"]["time_s"])
+    log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
+              checkpoint=Path(checkpoint["path"]).name, **provenance(device))  # fmt: skip
+    print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc "
+                f"over {n * s.seq:,} tokens")  # fmt: skip
 
 
 def print_params(runs):
@@ -496,10 +507,10 @@ def print_params(runs):
         model_class, config = sample.parse_spec(s.model, s.size, 256)
         with torch.device("meta"):
             model = model_class(config)
-        say(f"{s.model} {s.size}: {model.config}")
+        print_rank0(f"{s.model} {s.size}: {model.config}")
         for name, count in model.num_params().items():
-            say(f"  {name:20}{count:>14,}")
-        say(f"  {'flops a token':20}{model.flops_per_token():>14,}  forward and backward")
+            print_rank0(f"  {name:20}{count:>14,}")
+        print_rank0(f"  {'flops a token':20}{model.flops_per_token():>14,}  forward and backward")
 
 
 def resume_settings(given, checkpoint):
@@ -508,7 +519,7 @@ def resume_settings(given, checkpoint):
     for key, value in given.items():
         if key not in MAY_CHANGE and value != saved[key]:
             raise InputError(f"--{key} {value} differs from this run's {saved[key]}: drop the flag, or start a new run")
-    return Settings(**saved | {"stop_at": None} | given)
+    return check(Settings(**saved | {"stop_at": None} | given))
 
 
 def check_data(corpus, meta):
@@ -538,7 +549,6 @@ def main():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, on_signal)
     try:
@@ -563,8 +573,11 @@ def run(given, device):
             return evaluate_checkpoint(s, corpus, device, checkpoint)
         if not checkpoint["optimizer"]:
             raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
-        if checkpoint["step"] >= (s.stop_at or s.steps):
-            raise InputError(f"{checkpoint['path']} is at step {checkpoint['step']}: the run is complete")
+        step, end = checkpoint["step"], s.stop_at or s.steps
+        done = [e["step"] for e in report.read_log(Path(checkpoint["path"]).parent) if e["event"] == "final"]
+        if step > end or (step == end and done == [step]):
+            advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
+            raise InputError(f"{checkpoint['path']} is at step {step} of {end} already: {advice}")
         train(s, corpus, device, True, checkpoint)
         return None
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
@@ -576,10 +589,10 @@ def run(given, device):
         return print_params(runs)
     finished = [train(s, load_data(s.data, s.seq), device, single=len(runs) == 1) for s in runs]
     if len(finished) > 1 and rank == 0:
-        say(
+        print_rank0(
             "steps to each validation target, and the ratio to the first model (linear interpolation between evaluations):"
         )
-        say(report.targets_table([report.read_log(f) for f in finished]))
+        print_rank0(report.targets_table([report.read_log(f) for f in finished]))
     return None
 
 
