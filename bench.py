@@ -99,6 +99,14 @@ def scan_accelerated(B, C, T):  # is given exp(log_decay + i theta), which compl
     return gradients(scan, a, torch.randn(B, C, T, dtype=torch.complex64))
 
 
+def scan_accelerated_from_angles(B, C, T):  # the same work as complex_scan
+    from accelerated_scan.ref import scan
+
+    log_decay, theta = torch.empty(B, C, T).uniform_(0.9, 1).log(), torch.empty(B, C, T).uniform_(-3, 3)
+    b = torch.randn(B, C, T, dtype=torch.complex64)
+    return gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), log_decay, theta, b)
+
+
 def scan_selective(B, T, E, N, backend=None):
     A = -torch.arange(1, N + 1).float().repeat(E, 1)
     inputs = torch.randn(B, T, E), 0.1 * torch.rand(B, T, E), A, torch.randn(B, T, N), torch.randn(B, T, N)
@@ -125,7 +133,8 @@ MAMBAS = {
 }
 COMPLEX = {
     "nanoHilbert complex_scan": scan_complex,
-    "accelerated_scan.ref.scan, complex64": scan_accelerated,
+    "accelerated_scan.ref.scan, complex64, a given": scan_accelerated,
+    "accelerated_scan.ref.scan, from log_decay and theta": scan_accelerated_from_angles,
     "time loop, complex128": partial(scan_complex, backend="reference"),
     COPY: copy,
 }
@@ -141,8 +150,11 @@ CASES = {  # section: {title: (candidates; shape; float32 numbers that have to m
         # log_decay and theta are 1 number per element, b and h 2; each has a gradient
         "complex_scan, B2 C256 T512": (COMPLEX, (2, 256, 512), 2 * (2 * 256 * 512) * (1 + 1 + 2 + 2)),
         # u, dt and y are E numbers per token, B and C N; and A
-        "selective_scan, B16 T256 E256 N16":
-            (SELECTIVE, (16, 256, 256, 16), 2 * (16 * 256 * (3 * 256 + 2 * 16) + 256 * 16)),
+        "selective_scan, B16 T256 E256 N16": (
+            SELECTIVE,
+            (16, 256, 256, 16),
+            2 * (16 * 256 * (3 * 256 + 2 * 16) + 256 * 16),
+        ),
     },
     "step": {"one generated token, size tiny": (STEPS, (), None)},
 }
@@ -296,22 +308,33 @@ def machine(threads):
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     cpu = cpu[1] if cpu else platform.processor() or platform.machine()
     malloc = " ".join(f"{variable}={value}" for variable, value in KEEP_MEMORY.items())
-    return (f"{cpu}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, threads: {threads}. "
-            f"Timed with {malloc} except where it says default allocator.")
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, threads: {threads}. "
+        f"Timed with {malloc} except where it says default allocator."
+    )
 
 
 def main():
     description, _, notes = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=description, epilog=notes, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=description, epilog=notes, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.error = fail  # one line, without the usage
     parser.add_argument("--sections", type=section_names, default=SECTIONS, metavar="A,B", help="default: all of them")
     parser.add_argument(
-        "--threads", type=positive, default=1, metavar="N",
-        help="threads of torch; more than there are free cores can be far slower than one (default: %(default)s)")
+        "--threads",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="threads of torch; more than there are free cores can be far slower than one (default: %(default)s)",
+    )
     parser.add_argument(
-        "--repeats", type=positive, default=5, metavar="N",
-        help="rounds to time, at least, after 2 to warm up (default: %(default)s)")
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="rounds to time, at least, after 2 to warm up (default: %(default)s)",
+    )
     parser.add_argument("--large", action="store_true", help="the untrained loss at 253m too: 2 GB, half a minute")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the output to FILE, which must be new")
     args = parser.parse_args()

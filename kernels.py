@@ -138,13 +138,18 @@ def _scan(a, b, h0, reverse=False):
 
 
 def _transition(log_decay, theta):
-    """a_t = alpha_t lambda_t (Algorithm 1, line 3), as planes."""
+    """a_t = alpha_t lambda_t (Algorithm 1, line 3): (1, B, T, C) if real, else (2, B, T, C), its real and imaginary part."""
     modulus = log_decay.exp()
-    return [modulus] if theta is None else [modulus * theta.cos(), modulus * theta.sin()]
+    if theta is None:
+        return modulus.unsqueeze(0).contiguous()
+    a = modulus.new_empty(2, *theta.shape)
+    torch.cos(theta, out=a[0])
+    torch.sin(theta, out=a[1])
+    return a.mul_(modulus)
 
 
-def _planes(x, theta):
-    return [x] if theta is None else list(x.unbind(-1))
+def _planes(x, is_complex):
+    return list(x.unbind(-1)) if is_complex else [x]
 
 
 def _pairs(planes):
@@ -156,25 +161,24 @@ def _pairs(planes):
 
 
 @torch.library.custom_op("nanohilbert::complex_scan", mutates_args=())
-def _complex_scan(log_decay: Tensor, theta: Tensor | None, b: Tensor, h0: Tensor) -> Tensor:
-    return _pairs(_scan(_transition(log_decay, theta), _planes(b, theta), _planes(h0, theta)))
+def _complex_scan(log_decay: Tensor, theta: Tensor | None, b: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+    """h, and a for the backward: it takes the place of log_decay and theta, so keeping it costs nothing."""
+    a = _transition(log_decay, theta)
+    is_complex = theta is not None
+    return _pairs(_scan(a.unbind(0), _planes(b, is_complex), _planes(h0, is_complex))), a
 
 
 @torch.library.custom_op("nanohilbert::complex_scan_backward", mutates_args=())
-def _complex_scan_backward(
-    grad: Tensor, log_decay: Tensor, theta: Tensor | None, h: Tensor, h0: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a = _transition(log_decay, theta)
-    conj_next = [F.pad(x[:, 1:], (0, 0, 0, 1)) for x in a]  # conj(a_{t+1}); nothing follows the last step
-    conj_next[1:] = [x.neg_() for x in conj_next[1:]]
-    zero = [torch.zeros_like(x) for x in _planes(h0, theta)]
-    g = _scan(conj_next, _planes(grad, theta), zero, reverse=True)
-    previous = [
-        torch.cat((x.unsqueeze(1), y[:, :-1]), 1) for x, y in zip(_planes(h0, theta), _planes(h, theta))
-    ]  # h_{t-1}
-    if theta is None:
+def _complex_scan_backward(grad: Tensor, a: Tensor, h: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    is_complex = len(a) == 2
+    conj_next = F.pad(a[:, :, 1:], (0, 0, 0, 1))  # conj(a_{t+1}); nothing follows the last step
+    conj_next[1:].neg_()
+    first = _planes(h0, is_complex)
+    g = _scan(conj_next.unbind(0), _planes(grad, is_complex), [torch.zeros_like(x) for x in first], reverse=True)
+    previous = [torch.cat((x.unsqueeze(1), y[:, :-1]), 1) for x, y in zip(first, _planes(h, is_complex))]  # h_{t-1}
+    if not is_complex:
         carried = a[0] * g[0]
-        return carried * previous[0], carried.new_empty(0), g[0].contiguous(), carried[:, 0].clone()
+        return carried * previous[0], a.new_empty(0), g[0].contiguous(), carried[:, 0].clone()
     carried = _conj_mul(a, g)  # conj(a_t) g_t, what flows back into h_{t-1}
     grad_log_decay, grad_theta = _conj_mul(previous, carried)  # conj(z_t) g_t = conj(h_{t-1}) conj(a_t) g_t
     return grad_log_decay, grad_theta, _pairs(g), _pairs([x[:, 0] for x in carried])
@@ -182,29 +186,32 @@ def _complex_scan_backward(
 
 def _conj_mul(x, y):
     """conj(x) y for lists of planes [re, im]."""
-    return torch.addcmul(x[0] * y[0], x[1], y[1]), torch.addcmul(x[0] * y[1], x[1], y[0], value=-1)
+    return (x[0] * y[0]).addcmul_(x[1], y[1]), (x[0] * y[1]).addcmul_(x[1], y[0], value=-1)
 
 
 @_complex_scan.register_fake
 def _(log_decay, theta, b, h0):
-    return torch.empty_like(b, memory_format=torch.contiguous_format)
+    planes = 1 if theta is None else 2
+    return torch.empty_like(b, memory_format=torch.contiguous_format), b.new_empty(planes, *log_decay.shape)
 
 
 @_complex_scan_backward.register_fake
-def _(grad, log_decay, theta, h, h0):
-    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (log_decay, h, h0)]
-    return like[0], torch.empty_like(like[0]) if theta is not None else h.new_empty(0), like[1], like[2]
+def _(grad, a, h, h0):
+    grad_theta = a.new_empty(a.shape[1:] if len(a) == 2 else 0)
+    return a.new_empty(a.shape[1:]), grad_theta, h.new_empty(h.shape), h0.new_empty(h0.shape)
 
 
 def _complex_scan_setup(ctx, inputs, output):
-    log_decay, theta, _, h0 = inputs
-    ctx.save_for_backward(log_decay, theta, output, h0)
+    ctx.set_materialize_grads(False)  # no zeros for a, which nobody differentiates
+    ctx.save_for_backward(output[1], output[0], inputs[3])
 
 
-def _complex_scan_vjp(ctx, grad):
-    log_decay, theta, h, h0 = ctx.saved_tensors
-    grad_log_decay, grad_theta, grad_b, grad_h0 = _complex_scan_backward(grad, log_decay, theta, h, h0)
-    return grad_log_decay, None if theta is None else grad_theta, grad_b, grad_h0
+def _complex_scan_vjp(ctx, grad, _):
+    if grad is None:
+        return None, None, None, None
+    a, h, h0 = ctx.saved_tensors
+    grad_log_decay, grad_theta, grad_b, grad_h0 = _complex_scan_backward(grad, a, h, h0)
+    return grad_log_decay, grad_theta if len(a) == 2 else None, grad_b, grad_h0
 
 
 _complex_scan.register_autograd(_complex_scan_vjp, setup_context=_complex_scan_setup)
@@ -248,7 +255,7 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     dtype = _compute_dtype(log_decay, b, *(x for x in (theta, h0) if x is not None))
     h0 = torch.zeros_like(b[:, 0], dtype=dtype) if h0 is None else h0.to(dtype)
     theta = None if theta is None else theta.to(dtype)
-    h = _complex_scan(log_decay.to(dtype).expand(B, T, C), theta, b.to(dtype), h0)
+    h, _ = _complex_scan(log_decay.to(dtype).expand(B, T, C), theta, b.to(dtype), h0)
     return h, h[:, -1]
 
 
@@ -361,11 +368,15 @@ def _(grad_y, grad_hT, u, dt, A, B, C, starts):
 
 
 def _selective_scan_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
     ctx.save_for_backward(*inputs[:5], output[2])
 
 
 def _selective_scan_vjp(ctx, grad_y, grad_hT, _):
-    return _selective_scan_backward(grad_y, grad_hT, *ctx.saved_tensors)
+    saved = ctx.saved_tensors
+    grad_y = torch.zeros_like(saved[0]) if grad_y is None else grad_y
+    grad_hT = torch.zeros_like(saved[-1][0]) if grad_hT is None else grad_hT
+    return _selective_scan_backward(grad_y, grad_hT, *saved)
 
 
 _selective_scan.register_autograd(_selective_scan_vjp, setup_context=_selective_scan_setup)

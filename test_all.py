@@ -181,6 +181,16 @@ def test_initial_state_is_optional_and_chunks_join():
     torch.testing.assert_close(last, end, atol=1e-5, rtol=0)
 
 
+def test_gradients_of_one_output_alone():
+    """The state without the outputs, and the outputs without the state, as when a training step drops the state."""
+    inputs = [x.requires_grad_() for x in selective_inputs(2, 40, 3, 4)]
+    for i in (0, 1):
+        found = torch.autograd.grad(kernels.selective_scan(*inputs)[i].sum(), inputs, allow_unused=True)
+        expected = torch.autograd.grad(kernels.selective_scan_reference(*inputs)[i].sum(), inputs, allow_unused=True)
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
+
+
 def test_scans_are_deterministic_and_write_every_output():
     """The same bits twice, with uninitialised memory filled with NaN."""
     torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
