@@ -301,7 +301,8 @@ def evaluate(model, tokens, index, s, device):
     model.eval()
     nats, mine = 0.0, index[rank::world]
     for i in range(0, len(mine), s.micro):
-        x, y = (t.to(device, non_blocking=True) for t in data.get_windows(tokens, s.seq, mine[i : i + s.micro]))
+        x, y = data.get_windows(tokens, s.seq, mine[i : i + s.micro])
+        x, y = x.to(device), y.to(device)
         with autocast(s, device):
             nats += model(x, y)[1].item() * y.numel()
     model.train()
@@ -405,7 +406,10 @@ def train(s, corpus, device, single, checkpoint=None):
             save("best.pt", with_optimizer=False)
         return loss
 
-    val_loss = validate() if step == 0 else best["val_loss"]
+    val_loss = best["val_loss"]
+    if step == 0:
+        val_loss = validate()
+        save("last.pt")  # from here on the run can be resumed
     bar = tqdm(total=end, initial=step, unit="step", disable=not show, dynamic_ncols=True)
     clock, clock_step, begin, begin_step = time.perf_counter(), step, time.perf_counter(), step
     model.train()
@@ -416,9 +420,8 @@ def train(s, corpus, device, single, checkpoint=None):
         index = data.train_index(windows, int(s.seeds), step, s.batch)[rank * local : (rank + 1) * local]
         nats = 0.0
         for i in range(0, local, s.micro):
-            x, y = (
-                t.to(device, non_blocking=True) for t in data.get_windows(train_tokens, s.seq, index[i : i + s.micro])
-            )
+            x, y = data.get_windows(train_tokens, s.seq, index[i : i + s.micro])
+            x, y = x.to(device), y.to(device)
             last_micro = i + s.micro >= local
             with network.no_sync() if world > 1 and not last_micro else contextlib.nullcontext():
                 with autocast(s, device):
@@ -464,19 +467,10 @@ def train(s, corpus, device, single, checkpoint=None):
     everything = np.arange(val_windows)
     loss = evaluate(model, val_tokens, everything, s, device)
     memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    log.write(
-        "final",
-        step,
-        step * tokens_per_step,
-        val_loss=loss,
-        split="val",
-        n_tokens=val_windows * s.seq,
-        best=best,
-        **memory,
-    )
-    print_rank0(
-        f"validation {loss / math.log(2):.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}"
-    )
+    n_tokens = val_windows * s.seq
+    log.write("final", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=n_tokens, best=best, **memory)
+    bpc = loss / math.log(2)
+    print_rank0(f"validation {bpc:.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}")
     if rank == 0:
         with autocast(s, device):
             model.eval()
