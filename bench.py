@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from data import Parser, command_line, explain
 from hmamba import MODELS, HMamba, HMambaConfig, Mamba, MambaConfig
 from kernels import complex_scan, selective_scan
 
@@ -285,11 +286,6 @@ SECTIONS = {"params": params, "loss": loss, **{s: partial(timings, section=s) fo
 # python bench.py
 
 
-def fail(message):
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def positive(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
@@ -316,32 +312,17 @@ def machine(threads):
 
 def main():
     description, _, notes = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=description, epilog=notes, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = fail  # one line, without the usage
+    parser = Parser(description=description, epilog=notes)
     parser.add_argument("--sections", type=section_names, default=SECTIONS, metavar="A,B", help="default: all of them")
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="threads of torch; more than there are free cores can be far slower than one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="rounds to time, at least, after 2 to warm up (default: %(default)s)",
-    )
+    threads = "threads of torch; more than there are free cores can be far slower than one (default: %(default)s)"
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help=threads)
+    repeats = "rounds to time, at least, after 2 to warm up (default: %(default)s)"
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help=repeats)
     parser.add_argument("--large", action="store_true", help="the untrained loss at 253m too: 2 GB, half a minute")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the output to FILE, which must be new")
     args = parser.parse_args()
-    try:
+    with explain(f"create {args.out}"):
         out = args.out.open("x") if args.out else None
-    except OSError as e:
-        fail(f"cannot create {args.out}: {e.strerror}")
 
     def say(line):
         for file in filter(None, (sys.stdout, out)):
@@ -356,4 +337,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+import bench
 import data
 import hmamba
 import kernels
@@ -1669,7 +1670,7 @@ def test_params_by_component(program):
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("module", [train, sample, report, data], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [train, sample, report, data, bench], ids=lambda m: m.__name__)
 def test_help_is_complete(program, module):
     code, out, _ = program(module, "--help")
     assert code == 0
@@ -1834,7 +1835,7 @@ def test_report_faults(program, content):
 # README
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = {m.__name__: m for m in (data, hmamba, kernels, report, sample, train, sys.modules[__name__])}
+MODULES = {m.__name__: m for m in (bench, data, hmamba, kernels, report, sample, train, sys.modules[__name__])}
 
 
 def test_readme_maps_to_names_that_exist():
@@ -1855,7 +1856,7 @@ def test_readme_commands_are_what_ci_runs():
 
 
 def test_readme_flags_and_files_exist(program):
-    helps = "".join(program(m, "--help")[1] for m in (train, sample, report, data))
+    helps = "".join(program(m, "--help")[1] for m in (train, sample, report, data, bench))
     elsewhere = {"--nproc_per_node", "--index-url"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) - elsewhere:
         assert flag in helps, flag
