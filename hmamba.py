@@ -364,8 +364,8 @@ class HMamba(nn.Module):
         c = self.config
         return c.L * c.H * c.N * (14 if c.field == "complex" else 6)
 
-    def flops_per_token(self):
-        """Forward and backward flops a token: 6 per weight of the projections, convolutions and tied head, and the
+    def flops_per_token(self, seq):
+        """Forward and backward flops a token at any sequence length `seq`: 6 per weight of the projections, convolutions and tied head, and the
         recurrence. Element-wise work and recomputation under activation checkpointing are not counted."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
         head = {"softmax": 1, "mos": MOS_COMPONENTS, "born": 2}[self.config.head] * self.embedding.weight.numel()

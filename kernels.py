@@ -419,6 +419,238 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# born_attention: o_i = sum_{j<=i} w_ij v_j / sum_{j<=i} w_ij with w_ij = |<q_i|k_j>|^2          (QS eq. 5, Algorithm 3)
+#
+# D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Both are one
+# sum over the past, s_i = sum_{j<=i} w_ij u_j^T with u_j = (v_j, 1), and there are three equal ways to it:
+#   quadratic   With the real vectors Q = [q_re, q_im], K1 = [k_re, k_im] and K2 = [k_im, -k_re], 2N wide, the product is
+#               <q|k> = Q.K1 + i Q.K2, so w = (Q.K1)^2 + (Q.K2)^2: matrix products and squares, no exponential.
+#   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers phi(k) describe:
+#               w_ij = phi(q_i).phi(k_j), so s_i = phi(q_i) S_i with a state S_i = sum_{j<=i} phi(k_j) u_j^T, N^2 x (2N+1).
+#   recurrent   The linear form with the state carried on. The newest tokens, up to a chunk, are scored quadratically and
+#               then folded into S: signed features alone would lose digits where the sum has few terms.
+# The adjoint of s = W U with G = dL/ds: dL/dU = W^T G, dL/dW = G U^T where j <= i, and through the squares
+#     dL/d(Q.K1) = 2 (Q.K1) dL/dW,    dL/d(Q.K2) = 2 (Q.K2) dL/dW.
+
+BORN_CHUNK = 64  # tokens a chunk
+BORN_EPS = 1e-12  # added to the denominator: a query orthogonal to every key gives 0, not 0 / 0
+BORN_LINEAR_FROM = 1024  # tokens from which the linear form is the faster one at N = 16 on a CPU (bench.py)
+
+
+def born_attention_reference(q, k, v):
+    """QS Algorithm 3 as written, in complex128, without D, tau and state. The oracle of the tests."""
+    q, k, v = (torch.view_as_complex(x.double().contiguous()) for x in (q, k, v))
+    q = q / q.abs().square().sum(-1, keepdim=True).sqrt().clamp(min=BORN_EPS)
+    w = (q.conj() @ k.transpose(-1, -2)).abs().square().tril()  # line 1
+    o = (w.to(v.dtype) @ v) / (w.sum(-1, keepdim=True) + BORN_EPS)  # line 2, eq. 5
+    return torch.view_as_real(o)
+
+
+def _times_i(k):
+    """K2 from K1: [k_re, k_im] -> [k_im, -k_re]."""
+    re, im = k.chunk(2, -1)
+    return torch.cat((im, -re), -1)
+
+
+def _feature_masks(N, like):
+    """phi keeps the lower triangle of Re x x^* and the strict upper of Im x x^*; sqrt 2 counts what is left out."""
+    ones = torch.full((N, N), 2**0.5, dtype=like.dtype, device=like.device)
+    return ones.tril(-1) + torch.eye(N, dtype=like.dtype, device=like.device), ones.triu(1)
+
+
+def _features(x):
+    """phi: (..., 2N) -> (..., N^2) with phi(x).phi(y) = |<x|y>|^2."""
+    re, im = x.chunk(2, -1)
+    lower, upper = _feature_masks(re.shape[-1], x)
+    symmetric = re.unsqueeze(-1) * re.unsqueeze(-2) + im.unsqueeze(-1) * im.unsqueeze(-2)  # Re x x^*
+    skew = im.unsqueeze(-1) * re.unsqueeze(-2) - re.unsqueeze(-1) * im.unsqueeze(-2)  # Im x x^*
+    return (symmetric * lower + skew * upper).flatten(-2)
+
+
+def _features_backward(grad, x):
+    re, im = x.chunk(2, -1)
+    N = re.shape[-1]
+    lower, upper = _feature_masks(N, x)
+    grad = grad.unflatten(-1, (N, N))
+    symmetric, skew = grad * lower, grad * upper
+    symmetric, skew = symmetric + symmetric.mT, skew - skew.mT
+    re, im = re.unsqueeze(-1), im.unsqueeze(-1)
+    return torch.cat((symmetric @ re - skew @ im, symmetric @ im + skew @ re), -2).squeeze(-1)
+
+
+def _scores(q, k):
+    """Real and imaginary part of <q|k>, and the causal weights. q (G, t, 2N) are the last t of the s positions of k."""
+    re, im = q @ k.mT, q @ _times_i(k).mT
+    return re, im, (re.square() + im.square()).tril(k.shape[1] - q.shape[1])
+
+
+def _scores_backward(grad, q, k, u):
+    """Gradients for q, k and u of w u."""
+    re, im, w = _scores(q, k)
+    grad_w = (grad @ u.mT).tril_(k.shape[1] - q.shape[1]).mul_(2)
+    grad_re, grad_im = re * grad_w, im * grad_w
+    grad_k = grad_re.mT @ q - _times_i(grad_im.mT @ q)  # K2 = -i K1, and the adjoint of -i is i
+    return grad_re @ k + grad_im @ _times_i(k), grad_k, w.mT @ grad
+
+
+def _born_blocks(q, k):
+    """(queries, keys) of each chunk as slices; k holds fewer tokens than a chunk before the first query."""
+    before = k.shape[1] - q.shape[1]
+    for start in range(0, k.shape[1], BORN_CHUNK):
+        stop = min(start + BORN_CHUNK, k.shape[1])
+        yield slice(max(0, start - before), stop - before), slice(start, stop)
+
+
+@torch.library.custom_op("nanohilbert::born_sum", mutates_args=())
+def _born_sum(q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, linear: bool) -> tuple[Tensor, Tensor]:
+    """s (G, T, 2N+1); and for the backward of the linear form the state before each chunk (chunks, G, N^2, 2N+1)."""
+    s, states = q.new_empty(*q.shape[:2], u.shape[2]), []
+    with torch.autocast(q.device.type, enabled=False):
+        for queries, keys in _born_blocks(q, k):
+            seen = keys if linear else slice(0, keys.stop)
+            s[:, queries] = _scores(q[:, queries], k[:, seen])[2] @ u[:, seen]
+            if S is not None:
+                s[:, queries] += _features(q[:, queries]) @ S
+            if linear:
+                states.append(q.new_zeros(len(q), q.shape[2] ** 2 // 4, u.shape[2]) if S is None else S)
+                S = states[-1] + _features(k[:, keys]).mT @ u[:, keys]
+    return s, torch.stack(states) if linear else q.new_empty(0)
+
+
+@torch.library.custom_op("nanohilbert::born_sum_backward", mutates_args=())
+def _born_sum_backward(
+    grad: Tensor, q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, states: Tensor, linear: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_u = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(u)
+    grad_S = q.new_zeros(len(q), q.shape[2] ** 2 // 4, u.shape[2])
+    with torch.autocast(q.device.type, enabled=False):
+        for i, (queries, keys) in reversed(list(enumerate(_born_blocks(q, k)))):
+            seen = keys if linear else slice(0, keys.stop)
+            q_i, k_i, u_i, g = q[:, queries], k[:, seen], u[:, seen], grad[:, queries]
+            if linear:  # grad_S is dL/dS after this chunk
+                grad_k[:, keys] += _features_backward(u_i @ grad_S.mT, k_i)
+                grad_u[:, keys] += _features(k_i) @ grad_S
+            for total, part in zip(
+                (grad_q[:, queries], grad_k[:, seen], grad_u[:, seen]), _scores_backward(g, q_i, k_i, u_i)
+            ):
+                total += part
+            before = states[i] if linear else S
+            if before is not None:
+                grad_q[:, queries] += _features_backward(g @ before.mT, q_i)
+                grad_S += _features(q_i).mT @ g
+    return grad_q, grad_k, grad_u, grad_S
+
+
+@_born_sum.register_fake
+def _(q, k, u, S, linear):
+    chunks = -(-k.shape[1] // BORN_CHUNK)
+    states = q.new_empty(chunks, len(q), q.shape[2] ** 2 // 4, u.shape[2]) if linear else q.new_empty(0)
+    return q.new_empty(*q.shape[:2], u.shape[2]), states
+
+
+@_born_sum_backward.register_fake
+def _(grad, q, k, u, S, states, linear):
+    grad_S = q.new_empty(len(q), q.shape[2] ** 2 // 4, u.shape[2])
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(u), grad_S
+
+
+def _born_sum_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
+    ctx.linear = inputs[4]
+    ctx.save_for_backward(*inputs[:4], output[1])
+
+
+def _born_sum_vjp(ctx, grad, _):
+    if grad is None:
+        return None, None, None, None, None
+    q, k, u, S, states = ctx.saved_tensors
+    grad_q, grad_k, grad_u, grad_S = _born_sum_backward(grad, q, k, u, S, states, ctx.linear)
+    return grad_q, grad_k, grad_u, None if S is None else grad_S, None
+
+
+_born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
+
+
+def born_fold(state):
+    """Folds the whole chunks among a state's newest tokens into S. Afterwards fewer than 64 tokens are left."""
+    S, k, v = state
+    full = k.shape[2] // BORN_CHUNK * BORN_CHUNK
+    if full:
+        k_full, u_full = _flat(k[:, :, :full]), _with_one(_flat(v[:, :, :full]))
+        for k_chunk, u_chunk in zip(k_full.split(BORN_CHUNK, dim=2), u_full.split(BORN_CHUNK, dim=2)):
+            part = _features(k_chunk).mT @ u_chunk
+            S = part if S is None else S + part
+    return S, k[:, :, full:], v[:, :, full:]
+
+
+def _flat(x):
+    """(B, H, T, N, 2) -> (B, H, T, 2N): real parts, then imaginary parts."""
+    return torch.cat(x.unbind(-1), -1)
+
+
+def _with_one(v):
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def born_attention(q, k, v, state=None, method="auto", backend=None):
+    """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
+
+    Args:
+        q, k, v: (B, H, T, N, 2) complex, any float dtype and strides.
+        state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
+            chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
+        method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
+        backend: None picks; "torch" or "reference" (complex128, no state) forces one.
+
+    Returns:
+        (o, state): o (B, H, T, N, 2) float32 (float64 if an input is), 0 where a query is orthogonal to every key so far;
+        the state after the last token. Its k and v may hold all T tokens: the next call folds them, so that a training
+        step, which drops the state, pays nothing for it. After that they hold fewer than 64, however long the past.
+    Raises:
+        ValueError: shapes that do not fit, T = 0, mixed devices, an unknown method or backend.
+    """
+    _expect_one_of("method", method, "auto", "quadratic", "linear")
+    _expect_one_of("backend", backend, None, "torch", "reference")
+    if q.dim() != 5 or q.shape[2] == 0 or q.shape[4] != 2:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected (B, H, T, N, 2) with T > 0")
+    B, H, T, N, _ = q.shape
+    for name, x in (("k", k), ("v", v)):
+        _expect_shape(name, x, (B, H, T, N, 2))
+    if state is not None:
+        S, k_before, v_before = state
+        if S is not None:
+            _expect_shape("S of the state", S, (B, H, N * N, 2 * N + 1))
+        before = (B, H, k_before.shape[2] if k_before.dim() == 5 else 0, N, 2)
+        for name, x in (("k of the state", k_before), ("v of the state", v_before)):
+            _expect_shape(name, x, before)
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; expected {q.device}, as q is")
+    if backend == "reference":
+        if state is not None:
+            raise ValueError("backend='reference' takes no state; give it the whole sequence")
+        return born_attention_reference(q, k, v), (None, k, v)
+    dtype = _compute_dtype(q, k, v)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    S = None
+    if state is not None:
+        S, k_before, v_before = born_fold(state)
+        k, v = torch.cat((k_before.to(dtype), k), 2), torch.cat((v_before.to(dtype), v), 2)
+    flat_q = _flat(q)
+    flat_q = flat_q / flat_q.square().sum(-1, keepdim=True).sqrt().clamp(min=BORN_EPS)
+    linear = method == "linear" or (method == "auto" and T >= BORN_LINEAR_FROM)
+    s, _ = _born_sum(
+        flat_q.flatten(0, 1),
+        _flat(k).flatten(0, 1),
+        _with_one(_flat(v)).flatten(0, 1),
+        None if S is None else S.flatten(0, 1),
+        linear,
+    )
+    o = s[..., :-1] / (s[..., -1:] + BORN_EPS)
+    return torch.stack(o.unflatten(0, (B, H)).chunk(2, -1), -1), (S, k, v)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # python kernels.py
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 import hmamba
+import htransformer
 from data import InputError, Parser, command_line
 
-MODELS = hmamba.MODELS
+MODELS = hmamba.MODELS | htransformer.MODELS
 FORMAT = "nanohilbert-1"  # of checkpoints
 PREFILL = 4096  # prompt tokens read in one pass
 

@@ -26,6 +26,7 @@ import torch
 import bench
 import data
 import hmamba
+import htransformer
 import kernels
 import report
 import sample
@@ -46,8 +47,9 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def errors(function, inputs, dtype, strided=False, **kwargs):
-    """Largest relative error of outputs and gradients, against the float64 reference on the same (rounded) inputs."""
+def errors(function, inputs, dtype, strided=False, floor=1e-3, **kwargs):
+    """Largest relative error of outputs and gradients, against the float64 reference on the same (rounded) inputs. A tensor
+    whose values are all below `floor` is compared with that."""
 
     def run(backend, dtype, strided):
         leaves = [x.to(dtype).requires_grad_() for x in rounded]
@@ -66,7 +68,7 @@ def errors(function, inputs, dtype, strided=False, **kwargs):
         assert x.dtype == leaf.dtype
         assert x.shape == leaf.shape
     return max(
-        ((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-3)).item()
+        ((x.double() - y).abs().max() / y.abs().max().clamp(min=floor)).item()
         for xs, ys in zip(found, expected)
         for x, y in zip(xs, ys)
     )
@@ -294,19 +296,262 @@ def test_selective_scan_refuses_what_does_not_fit(position, shape):
         kernels.selective_scan(*inputs)
 
 
+def born_inputs(B, H, T, N):
+    return tuple(randn(B, H, T, N, 2, seed=s) for s in range(3))
+
+
+def born(method="auto", cut=None):
+    """born_attention(q, k, v) -> (o,) for `errors`, the sequence cut into pieces of `cut` tokens with the state between."""
+
+    def function(q, k, v, backend=None):
+        if backend == "reference" or cut is None:
+            return (kernels.born_attention(q, k, v, method=method, backend=backend)[0],)
+        outputs, state = [], None
+        for part in torch.arange(q.shape[2]).split(cut):
+            o, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, method=method)
+            outputs.append(o)
+        return (torch.cat(outputs, 2),)
+
+    return function
+
+
+BORN_FORMS = {
+    "quadratic": born("quadratic"),
+    "linear": born("linear"),
+    "pieces": born("linear", 37),
+    "steps": born("auto", 1),
+}
+
+
+@pytest.mark.parametrize("form", BORN_FORMS)
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("N", [2, 5, 16, 32])
+def test_born_attention_equals_reference(form, T, N):
+    """Three forms of one operation: value and gradients, also through the state."""
+    if form == "steps" or N == 32:
+        T = min(T, 257)
+    for strided in (False, True):
+        # floor: the first token's output is v_1, so its gradients for q and k are differences that cancel to 0
+        assert errors(BORN_FORMS[form], born_inputs(1, 2, T, N), torch.float32, strided, floor=0.1) < 2e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+@pytest.mark.parametrize("method", ["quadratic", "linear"])
+def test_born_attention_computes_in_float32(dtype, tolerance, method):
+    assert errors(born(method), born_inputs(1, 2, 200, 7), dtype, strided=True) < tolerance
+    assert kernels.born_attention(*(x.to(dtype) for x in born_inputs(1, 1, 3, 2)))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["quadratic", "linear"])
+def test_born_attention_at_extreme_scores(method):
+    """Scores from 1e-4 to 1e4 times, keys of zero, and queries orthogonal to the first keys."""
+    q, k, v = born_inputs(1, 2, 200, 4)
+    for scale in (1e-2, 1e2):
+        assert errors(born(method), (q, scale * k, v), torch.float32) < 2e-5
+        assert errors(born(method), (scale * q, k, v), torch.float32) < 2e-5
+    half = torch.zeros_like(k)
+    half[:, :, 100:] = k[:, :, 100:]  # no key at first: the output is 0 there, and finite gradients
+    o, _ = kernels.born_attention(q.float(), half.float(), v.float(), method=method)
+    assert (o[:, :, :100] == 0).all()
+    assert errors(born(method), (q, half, v), torch.float32) < 2e-5
+    first, second = q.clone(), k.clone()
+    first[..., 2:, :], second[..., :90, :2, :], second[..., :90, 2:, :] = 0, 0, 1  # orthogonal to the first 90 keys
+    o, _ = kernels.born_attention(first.float(), second.float(), v.float(), method=method)
+    expected = kernels.born_attention_reference(first, second, v)
+    torch.testing.assert_close(o[:, :, 90:].double(), expected[:, :, 90:], atol=2e-5, rtol=0)
+    assert (o[:, :, :64] == 0).all()  # the chunk's own scores are exact, not a difference of features
+    assert o.isfinite().all()
+
+
+def test_born_gradients_are_the_derivatives():
+    for method in ("quadratic", "linear"):
+        leaves = [x.requires_grad_() for x in born_inputs(1, 1, 66, 2)]
+        assert torch.autograd.gradcheck(born(method, 65), leaves, atol=1e-4, fast_mode=True)
+        assert torch.autograd.gradcheck(born(method), [x[:, :, :9].detach().requires_grad_() for x in leaves])
+
+
+def test_born_state_is_small_and_the_sum_it_says():
+    """However the past was cut, S and the newest tokens are the same, and as large after 5 chunks as after 50."""
+    q, k, v = (x.float() for x in born_inputs(1, 2, 340, 3))
+    states = []
+    for cut in (340, 64, 100, 1):
+        state = None
+        for part in torch.arange(340).split(cut):
+            _, state = kernels.born_attention(q[:, :, part], k[:, :, part], v[:, :, part], state)
+        states.append(kernels.born_fold(state))
+    for S, tail_k, tail_v in states:
+        torch.testing.assert_close(S, states[0][0], atol=1e-4, rtol=1e-4)
+        assert torch.equal(tail_k, k[:, :, 320:])
+        assert torch.equal(tail_v, v[:, :, 320:])
+    feature = kernels._features(kernels._flat(k[:, :, :320]).double())
+    u = kernels._with_one(kernels._flat(v[:, :, :320])).double()
+    torch.testing.assert_close(states[0][0].double(), feature.mT @ u, atol=1e-4, rtol=1e-4)
+    x, y = (torch.view_as_complex(t.double().contiguous()) for t in (q[0, 0], k[0, 0]))
+    weights = (x.conj() * y).sum(-1).abs().square()
+    products = (
+        kernels._features(kernels._flat(q[0, 0].double())) * kernels._features(kernels._flat(k[0, 0].double()))
+    ).sum(-1)
+    torch.testing.assert_close(products, weights)  # phi(x).phi(y) = |<x|y>|^2
+
+
+def test_born_attention_is_deterministic_and_keeps_its_inputs():
+    torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
+    try:
+        for method in ("quadratic", "linear"):
+            runs = []
+            for _ in range(2):
+                leaves = [x.float().requires_grad_() for x in born_inputs(1, 2, 200, 5)]
+                before = [x.detach().clone() for x in leaves]
+                o, _ = kernels.born_attention(*leaves, method=method)
+                runs.append([o, *torch.autograd.grad(o.sum(), leaves)])
+                assert all(torch.equal(x, y) for x, y in zip(leaves, before))
+            assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*runs))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_born_attention_under_autocast_stays_float32():
+    leaves = [x.float().requires_grad_() for x in born_inputs(1, 2, 200, 8)]
+    plain = kernels.born_attention(*leaves)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = kernels.born_attention(*leaves)[0]
+        gradients = torch.autograd.grad(mixed.sum(), leaves)
+    assert torch.equal(plain, mixed)
+    assert all(torch.equal(x, y) for x, y in zip(gradients, torch.autograd.grad(plain.sum(), leaves)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 2, 5, 3)}, "q has shape (1, 2, 5, 3); expected (B, H, T, N, 2)"),
+        ({"q": torch.zeros(1, 2, 0, 3, 2)}, "with T > 0"),
+        ({"q": torch.zeros(1, 2, 5, 3, 3)}, "q has shape"),
+        ({"k": torch.zeros(1, 2, 4, 3, 2)}, "k has shape (1, 2, 4, 3, 2); expected (1, 2, 5, 3, 2)"),
+        ({"k": torch.zeros(1, 1, 5, 3, 2)}, "k has shape"),
+        ({"v": torch.zeros(1, 2, 5, 4, 2)}, "v has shape"),
+        ({"v": torch.zeros(1, 2, 5, 3, 2, device="meta")}, "v is on meta; expected cpu"),
+        (
+            {"state": (torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 0, 3, 2), torch.zeros(1, 2, 0, 3, 2))},
+            "S of the state has",
+        ),
+        ({"state": (None, torch.zeros(1, 2, 3, 4, 2), torch.zeros(1, 2, 3, 3, 2))}, "k of the state has shape"),
+        ({"state": (None, torch.zeros(1, 2, 3, 3, 2), torch.zeros(1, 2, 4, 3, 2))}, "v of the state has shape"),
+        ({"method": "softmax"}, "unknown method 'softmax'"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'"),
+    ],
+)
+def test_born_attention_refuses_what_does_not_fit(change, message):
+    good = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"}
+    kernels.born_attention(**good)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.born_attention(**good | change)
+
+
+def test_temperature_cancels():
+    """QS eq. 5: D tau_i divides numerator and denominator alike. Output unchanged, gradient zero."""
+    q, k, v = born_inputs(1, 2, 20, 4)
+    tau = (1 + randn(1, 2, 20, seed=9).square()).requires_grad_()
+    q_c, k_c, v_c = (torch.view_as_complex(x) for x in (q, k, v))
+    s = ((q_c.conj() @ k_c.mT).abs().square() / (4 * tau.unsqueeze(-1))).tril()  # line 1, as printed
+    o = torch.view_as_real((s.to(v_c.dtype) @ v_c) / s.sum(-1, keepdim=True))  # line 2
+    torch.testing.assert_close(o, kernels.born_attention(q, k, v)[0])
+    (gradient,) = torch.autograd.grad(o.square().sum(), tau)
+    assert gradient.abs().max() < 1e-12
+    model = make("htransformer", L=1)
+    idx = text_batch(1, 30)
+    before = model(idx, idx)[1]
+    before.backward()
+    projection = model.layers[0].param_proj
+    assert (projection.weight.grad[-4:] == 0).all()  # tau of four heads
+    assert (projection.weight.grad[:-4].abs().amax(1) > 0).all()
+    with torch.no_grad():
+        projection.weight[-4:] = 7
+        assert torch.equal(model(idx, idx)[1], before)
+
+
+def test_two_state_interference():
+    """QS 5.5: p = |<e|psi>|^2 = (1 + cos theta) / 2, here as the weight of a key in Born attention."""
+    for theta in np.linspace(0, math.pi, 7):
+        psi = torch.tensor([[1.0, 0.0], [math.cos(theta), math.sin(theta)]], dtype=torch.float64) / 2**0.5
+        e = torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=torch.float64) / 2**0.5
+        k = torch.stack((e, psi)).view(1, 1, 2, 2, 2)  # keys: e itself (weight 1) and the superposition (weight p)
+        q = torch.stack((e, e)).view(1, 1, 2, 2, 2)
+        v = torch.zeros(1, 1, 2, 2, 2, dtype=torch.float64)
+        v[0, 0, 1, 0, 0] = 1
+        for method in ("quadratic", "linear"):
+            o = kernels.born_attention(q, k, v, method=method)[0][0, 0, 1, 0, 0].item()
+            p = (1 + math.cos(theta)) / 2
+            assert o == pytest.approx(p / (1 + p), abs=1e-12)
+
+
+def test_rotated_scores_depend_on_relative_positions():
+    """QS 5.5: turned by t omega, queries and keys that both move by the same number of positions score the same."""
+    x, omega = randn(1, 2, 6, 4, 2), randn(2, 4)
+    y = randn(1, 2, 6, 4, 2, seed=1)
+    outputs = []
+    for shift in (0, 1000):
+        angle = (shift + torch.arange(6)).double().unsqueeze(-1) * omega.unsqueeze(1)
+        q, k = htransformer.rotate(x, angle), htransformer.rotate(y, angle)
+        torch.testing.assert_close(q.norm(dim=-1), x.norm(dim=-1))
+        outputs.append(kernels.born_attention(q, k, y)[0])
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-9, rtol=0)
+    assert (outputs[0] - kernels.born_attention(x, y, y)[0]).abs().max() > 0.01
+    model = make("transformer", L=1)  # the twin likewise: a repeated text, seen only through its last half
+    angle = torch.arange(5.0).unsqueeze(-1) * torch.ones(16)
+    assert htransformer.rotate(randn(1, 4, 5, 16, 2).float(), angle).shape == (1, 4, 5, 16, 2)
+    assert model(text_batch(1, 5))[0].isfinite().all()
+
+
+@torch.no_grad()
+def test_softmax_cells_are_a_real_rotary_attention():
+    """QS 9.2: softmax over Re <q|k> / sqrt(2N) is attention of real vectors of width 2N, under either field."""
+    q, k, v = born_inputs(1, 2, 9, 4)
+    q_c, k_c = torch.view_as_complex(q), torch.view_as_complex(k)
+    scores = (q_c.conj() @ k_c.mT).real / 8**0.5
+    w = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf).softmax(-1)
+    o, _ = htransformer.softmax_attention(*(x.flatten(-2) for x in (q, k, v)), None)
+    torch.testing.assert_close(o, w @ v.flatten(-2))
+    one, cache = htransformer.softmax_attention(*(x.flatten(-2)[:, :, :5] for x in (q, k, v)), None)
+    two, _ = htransformer.softmax_attention(*(x.flatten(-2)[:, :, 5:] for x in (q, k, v)), cache)
+    torch.testing.assert_close(torch.cat((one, two), 2), o)
+
+
+@torch.no_grad()
+def test_real_born_cell_squares_the_real_product():
+    """QS 9.2: a real state with a Born score, w = (q . k)^2 on 2N reals."""
+    q, k, v = (x.flatten(-2) for x in born_inputs(1, 2, 70, 3))
+    w = (q @ k.mT).square().tril()
+    expected = (w @ v) / w.sum(-1, keepdim=True)
+    real = [torch.nn.functional.pad(x.unsqueeze(-1), (0, 1)) for x in (q, k, v)]
+    for method in ("quadratic", "linear"):
+        o, _ = kernels.born_attention(*real, method=method)
+        torch.testing.assert_close(o[..., 0], expected)
+        assert o[..., 1].abs().max() < 1e-12
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Models
 
 VARIANTS = [  # every model, and every setting that changes what it computes
     "hmamba", "hmamba:field=real", "hmamba:gate=none", "hmamba:scan=clamped", "hmamba:head=mos", "hmamba:head=born",
     "hmamba:field=real:gate=none", "hmamba:N=5:H=3", "mamba", "mamba:init=xavier", "mamba:mlp=0", "mamba:head=mos", "mamba:N=3",
+    "htransformer", "htransformer:field=real", "htransformer:score=softmax", "htransformer:field=real:score=softmax",
+    "htransformer:N=5:H=3", "transformer",
 ]  # fmt: skip
+GROWING = ("htransformer:score=softmax", "htransformer:field=real:score=softmax", "transformer")  # a cache as state
 
 
 def make(spec, size="tiny", seed=0, **changes):
     torch.manual_seed(seed)
     model_class, config = sample.parse_spec(spec, size, 256)
     return model_class(dataclasses.replace(config, **changes))
+
+
+def tensors(state):
+    """Every tensor of a model's state."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [x for part in state for x in tensors(part)] if isinstance(state, (list, tuple)) else []
 
 
 def text_batch(B, T, seed=0):
@@ -331,16 +576,20 @@ def test_step_and_chunked_prefill_equal_the_full_pass(spec):
     if spec == "hmamba:head=born":  # the logarithm of a squared modulus near 0 has no absolute tolerance
         chunks, full = [x.exp() for x in chunks], full.exp()
     torch.testing.assert_close(torch.cat(chunks, 1), full, atol=1e-4, rtol=0)
-    state, steps = model.init_state(2), []
+    state, steps, sizes = model.init_state(2), [], []
     for t in range(300):
         logits, state = model.step(idx[:, t], state)
         steps.append(logits)
+        sizes.append(sum(x.numel() for x in tensors(state)))
     steps = torch.stack(steps, 1)
     torch.testing.assert_close(steps.exp() if spec == "hmamba:head=born" else steps, full, atol=1e-4, rtol=0)
-    for layer, expected in zip(state, end):
-        for x, y, first in zip(layer, expected, model.init_state(2)[0]):
+    if spec in GROWING:
+        assert sizes[291] > sizes[163]
+    else:
+        assert sizes[291] == sizes[163]  # O(1) memory; Born attention's newest tokens come and go in chunks of 64
+    if "hmamba" in spec or "mamba" in spec:
+        for x, y in zip(tensors(state), tensors(end), strict=True):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
-            assert x.shape == first.shape  # O(1) memory
 
 
 @torch.no_grad()
@@ -377,10 +626,18 @@ def test_parameter_counts():
     assert abs(253_033_856 - 253_051_904) / 253_051_904 < 2e-4
     assert count("hmamba", "253m")["param_proj"] == 24 * 16 * (6 * 16 + 1) * (2048 + 1)  # 6N+1 reals a head, and a bias
     assert hmamba.matched_width(hmamba.MambaConfig(D=1024, L=24, H=16)) == 1258  # the paper's width
-    for size in hmamba.Mamba.SIZES:  # within one unit of width at every size
-        config = hmamba.Mamba.SIZES[size]
+    for size, config in hmamba.Mamba.SIZES.items():  # within one unit of width at every size
         difference = count("hmamba", size)["total"] - count("mamba", size)["total"]
         assert abs(difference) <= 3 * config.D * config.L
+    assert count("htransformer", "253m")["total"] == 253_107_584
+    assert count("transformer", "253m")["total"] == 253_150_208
+    assert abs(253_107_584 - 253_150_208) / 253_150_208 < 2e-4
+    for total in (253_107_584, 253_150_208):
+        assert abs(total - 253_033_856) / 253_033_856 < 5e-4
+    for size, config in htransformer.Transformer.SIZES.items():
+        cells = {count(v, size)["total"] for v in VARIANTS if v.startswith("htransformer") and "N=" not in v}
+        assert len(cells) == 1  # the factorial has equal parameters
+        assert abs(cells.pop() - count("transformer", size)["total"]) <= 2 * config.D * config.L
     for spec in VARIANTS:
         counts = count(spec, "tiny")
         assert sum(counts.values()) == 2 * counts["total"]
@@ -400,7 +657,7 @@ def test_untrained_loss_is_uniform_at_tiny(spec):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spec", ["hmamba", "mamba", "mamba:init=xavier"])
+@pytest.mark.parametrize("spec", ["hmamba", "mamba", "mamba:init=xavier", "transformer"])
 def test_untrained_loss_at_other_widths(spec):
     idx = text_batch(2, 65)
     assert make(spec, "small")(idx[:, :-1], idx[:, 1:])[1].item() < math.log(256) + 0.5
@@ -587,12 +844,12 @@ def test_mamba_is_the_published_one():
         assert parameters[name].grad.norm().item() == pytest.approx(expected, rel=1e-5), name
 
 
-@pytest.mark.parametrize("spec", ["hmamba", "hmamba:field=real", "mamba"])
+@pytest.mark.parametrize("spec", ["hmamba", "hmamba:field=real", "mamba", "htransformer", "transformer"])
 def test_autocast_keeps_gates_in_float32(spec, monkeypatch):
     """bf16 autocast: gates and angles are float32 functions of the (rounded) logits, and training stays finite."""
     calls, model, idx = capture_scan(monkeypatch), make(spec, L=2), text_batch(2, 65)
     projected = []
-    if spec != "mamba":
+    if spec.startswith("hmamba"):
         model.layers[0].param_proj.register_forward_hook(lambda *args: projected.append(args[2]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -605,7 +862,7 @@ def test_autocast_keeps_gates_in_float32(spec, monkeypatch):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
-    if spec != "mamba":
+    if spec.startswith("hmamba"):
         gate = projected[0].split(list(model.layers[0].widths.values()), -1)[2]
         assert gate.dtype == torch.bfloat16
         assert calls[0][0].dtype == torch.float32
@@ -624,7 +881,7 @@ def test_a_slow_gate_survives_a_thousand_steps(autocast):
     torch.testing.assert_close(psi.norm(dim=-1), torch.full((1, 64), 0.0792), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["hmamba", "mamba"])
+@pytest.mark.parametrize("spec", ["hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer"])
 def test_checkpointing_and_compile_change_nothing(spec):
     model, idx = make(spec, L=2), text_batch(2, 65)
 
@@ -648,19 +905,23 @@ def test_checkpointing_and_compile_change_nothing(spec):
 
 def test_flops():
     """6 flops a matrix parameter, tied head included, forward and backward; the recurrence is a small rest."""
-    for spec in ("hmamba", "mamba"):
+    for spec in ("hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer"):
         with torch.device("meta"):
             model = make(spec, "253m")
         matrices = sum(
             p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "A_log" not in n and "omega" not in n
         )
-        assert 6 * matrices <= model.flops_per_token() < 1.05 * 6 * matrices
+        assert 6 * matrices <= model.flops_per_token(1024) < (1.05 if "mamba" in spec else 1.2) * 6 * matrices
+    # By hand, per token, layer and head at T = 1024: 512 keys, products of width 64 for scores and values.
+    with torch.device("meta"):
+        assert make("transformer", "253m").mixing_flops(1024) == 24 * 16 * 512 * 2 * (64 + 64)
+        assert make("htransformer", "253m").mixing_flops(1024) == 24 * 16 * 512 * 2 * (32 + 32 + 32)
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gru", "unknown model 'gru'; known: hmamba, mamba"),
+        ("gru", "unknown model 'gru'; known: hmamba, mamba, htransformer, transformer"),
         ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="),
         ("hmamba:N", "no setting 'N'"),
         ("hmamba:V=3", "no setting 'V=3'"),
@@ -670,6 +931,9 @@ def test_flops():
         ("hmamba:field=real:scan=clamped", "field=complex only"),
         ("mamba:init=zero", "known: official, xavier"),
         ("mamba:D=33:head=born", "must be even"),
+        ("htransformer:score=cosine", "score=cosine is unknown; known: born, softmax"),
+        ("htransformer:H=0", "H=0 must be at least 1"),
+        ("transformer:head=48", "head=48 must be even and divide D=128"),
     ],
 )
 def test_specs_refused(spec, message):
@@ -1835,7 +2099,9 @@ def test_report_faults(program, content):
 # README
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = {m.__name__: m for m in (bench, data, hmamba, kernels, report, sample, train, sys.modules[__name__])}
+MODULES = {
+    m.__name__: m for m in (bench, data, hmamba, htransformer, kernels, report, sample, train, sys.modules[__name__])
+}
 
 
 def test_readme_maps_to_names_that_exist():

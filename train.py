@@ -370,7 +370,7 @@ def train(s, corpus, device, single, checkpoint=None):
         log.write("resume", step, step * s.batch * s.seq, **provenance(device))
     else:
         log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], data=meta["data"],
-                  params=model.num_params(), flops_per_token=model.flops_per_token(), weight_decay=decay_groups,
+                  params=model.num_params(), flops_per_token=model.flops_per_token(s.seq), weight_decay=decay_groups,
                   optimizer={"betas": BETAS, "decay": WEIGHT_DECAY, "clip": CLIP}, **provenance(device))  # fmt: skip
     if s.compile:
         for layer in model.layers:
@@ -440,7 +440,9 @@ def train(s, corpus, device, single, checkpoint=None):
 
         tokens = step * tokens_per_step
         tok_s = (step - clock_step) * tokens_per_step / (time.perf_counter() - clock)
-        speed = {"tok_s": round(tok_s, 1)} | ({"mfu": tok_s * model.flops_per_token() / (peak * world)} if peak else {})
+        speed = {"tok_s": round(tok_s, 1)} | (
+            {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
+        )
         logs, evaluates, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.eval_every, s.ckpt_every))
         if logs or step == 1:
             log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm.item(), **speed)
@@ -504,7 +506,7 @@ def print_params(runs):
         print_rank0(f"{s.model} {s.size}: {model.config}")
         for name, count in model.num_params().items():
             print_rank0(f"  {name:20}{count:>14,}")
-        print_rank0(f"  {'flops a token':20}{model.flops_per_token():>14,}  forward and backward")
+        print_rank0(f"  {'flops a token':20}{model.flops_per_token(s.seq):>14,.0f}  forward and backward, seq {s.seq}")
 
 
 def resume_settings(given, checkpoint):
