@@ -1,11 +1,12 @@
-"""Speed and memory of H-Mamba and Mamba on this machine's CPU, beside peers where they are installed.
+"""Speed and memory of the models and their kernels on this machine's CPU, beside peers where they are installed.
 
     python bench.py                                     everything, a few minutes; prints Markdown tables
     python bench.py --sections train,scan --threads 2   two sections, with two threads
 
-sections   params  parameters of both models at every size   loss  untrained loss, to be compared with ln 256
-           train   a training step, beside other Mambas      scan  the scans alone, against the copy bandwidth
-           step    one generated token, at two contexts      memory  peak memory of what train and scan time
+sections   params  parameters at every size             loss  untrained loss, to be compared with ln 256
+           train   a training step, beside peers        scan  the scans alone, against the copy bandwidth
+           born    Born attention's forms over lengths  step  one generated token, at two contexts
+           memory  peak memory of what train and scan time
 times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
            caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio.
 allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
@@ -31,8 +32,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from data import Parser, command_line, explain
-from hmamba import MODELS, HMamba, HMambaConfig, Mamba, MambaConfig
-from kernels import complex_scan, selective_scan
+from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
+from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
+from kernels import born_attention, complex_scan, selective_scan
+from sample import MODELS
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step
@@ -81,6 +84,31 @@ def train_transformers(B, T):
     return training_step(model, B, T, lambda out: out.logits)
 
 
+def train_transformer(B, T):  # mlp=512 is nanoGPT's width
+    return training_step(Transformer(TransformerConfig(V=V, D=D, L=L, head=32, mlp=4 * D)), B, T, lambda out: out[0])
+
+
+def train_htransformer(B, T):
+    return training_step(HTransformer(HTransformerConfig(V=V, D=D, L=L, N=N)), B, T, lambda out: out[0])
+
+
+def train_nanogpt(B, T):
+    try:
+        from model import GPT, GPTConfig
+    except ImportError:
+        return "not found (put the folder of nanoGPT on PYTHONPATH)"
+    model = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=4, n_embd=D, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    idx = torch.randint(V, (B, T + 1))
+
+    def once():
+        model(idx[:, :-1], idx[:, 1:].contiguous())[1].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return once
+
+
 def gradients(function, *leaves):
     """Forward and backward, with an upstream gradient that is already there."""
     leaves = [x.requires_grad_() for x in leaves]
@@ -114,6 +142,15 @@ def scan_selective(B, T, E, N, backend=None):
     return gradients(lambda *x: selective_scan(*x, backend=backend)[0], *inputs)
 
 
+def attend_born(method, B, T):
+    return gradients(lambda *x: born_attention(*x, method=method)[0], *(torch.randn(B, 1, T, N, 2) for _ in range(3)))
+
+
+def attend_softmax(B, T):
+    attend = partial(F.scaled_dot_product_attention, is_causal=True)
+    return gradients(attend, *(torch.randn(B, 1, T, 64) for _ in range(3)))
+
+
 def copy(*_):
     source, target = torch.zeros(2, 2**26)  # 256 MB each: far larger than a cache
     return lambda: target.copy_(source)
@@ -132,6 +169,16 @@ MAMBAS = {
     "mambapy, pscan": train_mambapy,
     "transformers, use_mambapy=True": train_transformers,
 }
+TRANSFORMERS = {
+    "nanoHilbert Transformer, mlp=512": train_transformer,
+    "nanoHilbert H-Transformer": train_htransformer,
+    "nanoGPT": train_nanogpt,
+}
+BORN = {
+    "Born attention, quadratic": partial(attend_born, "quadratic"),
+    "Born attention, linear": partial(attend_born, "linear"),
+    "softmax, width 64 (scaled_dot_product_attention)": attend_softmax,
+}
 COMPLEX = {
     "nanoHilbert complex_scan": scan_complex,
     "accelerated_scan.ref.scan, complex64, a given": scan_accelerated,
@@ -146,7 +193,10 @@ SELECTIVE = {
 }
 STEPS = {f"{name} after {T} tokens": partial(generate, name, T) for name in MODELS for T in (128, 4096)}
 CASES = {  # section: {title: (candidates; shape; float32 numbers that have to move, each of them once in both passes)}
-    "train": {f"training step, B{B} T{T}": (MAMBAS, (B, T), None) for B, T in ((2, 128), (16, 256))},
+    "train": {
+        **{f"training step, B{B} T{T}": (MAMBAS, (B, T), None) for B, T in ((2, 128), (16, 256))},
+        "Transformer training step, B2 T128": (TRANSFORMERS, (2, 128), None),
+    },
     "scan": {
         # log_decay and theta are 1 number per element, b and h 2; each has a gradient
         "complex_scan, B2 C256 T512": (COMPLEX, (2, 256, 512), 2 * (2 * 256 * 512) * (1 + 1 + 2 + 2)),
@@ -156,6 +206,10 @@ CASES = {  # section: {title: (candidates; shape; float32 numbers that have to m
             (16, 256, 256, 16),
             2 * (16 * 256 * (3 * 256 + 2 * 16) + 256 * 16),
         ),
+    },
+    # The same number of tokens each time: equal times are equal times a token.
+    "born": {
+        f"one head, {2**14 // T} x {T} tokens": (BORN, (2**14 // T, T), None) for T in (256, 1024, 2048, 4096, 16384)
     },
     "step": {"one generated token, size tiny": (STEPS, (), None)},
 }
@@ -237,9 +291,10 @@ def params(args):
     rows = []
     for size in HMamba.SIZES:
         with torch.device("meta"):  # counts only: nothing is allocated
-            ours, twin = (model(model.SIZES[size]).num_params()["total"] for model in (HMamba, Mamba))
-        rows.append((size, f"{ours:,}", f"{twin:,}", f"{100 * (twin / ours - 1):+.4f} %"))
-    yield "parameters", ("size", "H-Mamba", "Mamba", "difference"), rows
+            counts = [model(model.SIZES[size]).num_params()["total"] for model in MODELS.values()]
+        pairs = [f"{100 * (twin / ours - 1):+.4f} %" for ours, twin in zip(counts[::2], counts[1::2])]
+        rows.append((size, *(f"{count:,}" for count in counts), *pairs))
+    yield "parameters", ("size", *MODELS, "first pair", "second pair"), rows
 
 
 def loss(args):
@@ -266,7 +321,12 @@ def timings(args, section):
                 rate = roof if name == COPY else 4 * numbers / median(times)
                 row += [f"{rate / 1e9:.2f}", f"{100 * rate / roof:.0f} %"]
             rows.append(row)
-        what = {"train": f", V{V} D{D} L{L} N{N}: forward, backward, AdamW", "scan": ": forward, backward", "step": ""}
+        what = {
+            "train": f", V{V} D{D} L{L} N{N}: forward, backward, AdamW",
+            "scan": ": forward, backward",
+            "born": f", N{N}: forward, backward",
+            "step": "",
+        }
         columns = ["candidate", "ms (min - max)", "time / first", "ms, default allocator", "time / first"]
         yield title + what[section], columns + ["GB/s of necessary traffic", "of copy bandwidth"] * bool(numbers), rows
 
