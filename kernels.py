@@ -1,14 +1,16 @@
-"""The recurrences of every model: a float64 reference, a fast torch path and one public function for each.
+"""What moves information through time in every model: a float64 reference, a fast torch path, one public function each.
 
-Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), eqs. 2-4
-and Algorithm 2; "Mamba" (Gu and Dao, arXiv 2312.00752), Algorithm 2 and section 3.3.
+Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), eqs. 2-5
+and Algorithms 1-3; "Mamba" (Gu and Dao, arXiv 2312.00752), Algorithm 2 and section 3.3.
 
     complex_scan     h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t              used by H-Mamba
     selective_scan   h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t    used by Mamba
+    born_attention   o_i = sum_{j<=i} |<q_i|k_j>|^2 v_j / sum_{j<=i} |<q_i|k_j>|^2   used by H-Transformer
 
 Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)   E d_inner   N state width
     log_decay (B, T, C)     log|a_t|, QS eq. 2            theta (B, T, C)   arg a_t in radians, QS eq. 3
     b         (B, T, C, 2)  complex input, QS eq. 2       h     (B, T, C, 2) complex state psi_t, QS eq. 2
+    q, k, v   (B, H, T, N, 2)  complex queries, keys and values of H heads, QS eq. 5
 Complex numbers are real pairs: the last axis holds (re, im).
 
 Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
@@ -22,6 +24,7 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
 CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
 
@@ -160,7 +163,7 @@ def _pairs(planes):
     return pairs
 
 
-@torch.library.custom_op("nanohilbert::complex_scan", mutates_args=())
+@custom_op("nanohilbert::complex_scan", mutates_args=())
 def _complex_scan(log_decay: Tensor, theta: Tensor | None, b: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
     """h, and a for the backward: it takes the place of log_decay and theta, so keeping it costs nothing."""
     a = _transition(log_decay, theta)
@@ -168,7 +171,7 @@ def _complex_scan(log_decay: Tensor, theta: Tensor | None, b: Tensor, h0: Tensor
     return _pairs(_scan(a.unbind(0), _planes(b, is_complex), _planes(h0, is_complex))), a
 
 
-@torch.library.custom_op("nanohilbert::complex_scan_backward", mutates_args=())
+@custom_op("nanohilbert::complex_scan_backward", mutates_args=())
 def _complex_scan_backward(grad: Tensor, a: Tensor, h: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     is_complex = len(a) == 2
     conj_next = F.pad(a[:, :, 1:], (0, 0, 0, 1))  # conj(a_{t+1}); nothing follows the last step
@@ -300,7 +303,7 @@ def _chunk_states(u, dt, A, B, h):
     return decay, states
 
 
-@torch.library.custom_op("nanohilbert::selective_scan", mutates_args=())
+@custom_op("nanohilbert::selective_scan", mutates_args=())
 def _selective_scan(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,7 +325,7 @@ def _selective_scan(
     return y, hT, starts
 
 
-@torch.library.custom_op("nanohilbert::selective_scan_backward", mutates_args=())
+@custom_op("nanohilbert::selective_scan_backward", mutates_args=())
 def _selective_scan_backward(
     grad_y: Tensor, grad_hT: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -501,7 +504,7 @@ def _born_blocks(q, k):
         yield slice(max(0, start - before), stop - before), slice(start, stop)
 
 
-@torch.library.custom_op("nanohilbert::born_sum", mutates_args=())
+@custom_op("nanohilbert::born_sum", mutates_args=())
 def _born_sum(q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, linear: bool) -> tuple[Tensor, Tensor]:
     """s (G, T, 2N+1); and for the backward of the linear form the state before each chunk (chunks, G, N^2, 2N+1)."""
     s, states = q.new_empty(*q.shape[:2], u.shape[2]), []
@@ -517,7 +520,7 @@ def _born_sum(q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, linear: bool) -
     return s, torch.stack(states) if linear else q.new_empty(0)
 
 
-@torch.library.custom_op("nanohilbert::born_sum_backward", mutates_args=())
+@custom_op("nanohilbert::born_sum_backward", mutates_args=())
 def _born_sum_backward(
     grad: Tensor, q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, states: Tensor, linear: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -655,31 +658,31 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
 
 
 def check_cases():
-    """One case per operation: (name, public function, leaf inputs in float64, non-leaf arguments)."""
+    """One case per operation and form: (name, function that returns its outputs, inputs in float64)."""
     g = torch.Generator().manual_seed(0)
 
     def rand(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
+    def born(method):
+        return lambda *qkv, backend: born_attention(*qkv, method=method, backend=backend)[:1]
+
     B, T, C, E, N = 2, 257, 48, 40, 16
-    decay = -F.softplus(rand(B, T, C))
+    decay, theta, b, h0 = -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
     A = -torch.arange(1, N + 1).double().repeat(E, 1)
-    scan = (F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N))
+    selective = rand(B, T, E), F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N)
+    qkv = tuple(rand(B, 2, T, N, 2) for _ in range(3))
     return [
-        ("complex_scan", complex_scan, (decay, 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)), {}),
-        (
-            "complex_scan, unit modulus",
-            complex_scan,
-            (decay * 0, 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)),
-            {},
-        ),
+        ("complex_scan", complex_scan, (decay, theta, b, h0)),
+        ("complex_scan, unit modulus", complex_scan, (0 * decay, theta, b, h0)),
         (
             "complex_scan, real",
-            lambda a, b, h0, **k: complex_scan(a, None, b, h0, **k),
-            (decay, rand(B, T, C), rand(B, C)),
-            {},
+            lambda a, b, h0, backend: complex_scan(a, None, b, h0, backend=backend),
+            (decay, theta, theta[:, 0]),
         ),
-        ("selective_scan", selective_scan, (rand(B, T, E), *scan), {}),
+        ("selective_scan", selective_scan, selective),
+        ("born_attention, quadratic", born("quadratic"), qkv),
+        ("born_attention, linear", born("linear"), qkv),
     ]
 
 
@@ -691,25 +694,21 @@ def main():
         f"{'operation':28}{'output':>10}{'gradients':>11}{'ms':>9}   largest error / largest value; forward + backward"
     )
     failed = False
-    for name, function, inputs, kwargs in check_cases():
+    for name, function, inputs in check_cases():
         results = {}
         for backend, place, dtype in (("reference", "cpu", torch.float64), ("torch", device, torch.float32)):
-            leaves = [x.to(place, dtype).requires_grad_() for x in inputs]
+            leaves = [x.to(dtype).to(place).requires_grad_() for x in inputs]
             for _ in range(2):  # the first run warms up
                 start = time.perf_counter()
-                outputs = function(*leaves, backend=backend, **kwargs)
+                outputs = function(*leaves, backend=backend)
                 weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(x) for x in outputs]
-                grads = torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, outputs)), leaves)
-                grads = [x.double().cpu() for x in grads]
+                grads = [x.cpu().double() for x in torch.autograd.grad(outputs, leaves, weights)]
                 elapsed = 1e3 * (time.perf_counter() - start)
-            results[backend] = [x.detach().double().cpu() for x in outputs], grads
-        errors = [
-            max(
-                ((x - y).abs().max() / y.abs().max()).item()
-                for x, y in zip(results["torch"][i], results["reference"][i])
-            )
-            for i in (0, 1)
-        ]
+            results[backend] = [x.detach().cpu().double() for x in outputs], grads
+        errors = [0.0, 0.0]
+        for i in (0, 1):
+            for x, y in zip(results["torch"][i], results["reference"][i]):
+                errors[i] = max(errors[i], ((x - y).abs().max() / y.abs().max()).item())
         bad = not max(errors) < 2e-4
         failed |= bad
         print(f"{name:28}{errors[0]:10.1e}{errors[1]:11.1e}{elapsed:9.1f}{'   FAILED' if bad else ''}")

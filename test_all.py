@@ -447,6 +447,24 @@ def test_born_attention_refuses_what_does_not_fit(change, message):
         kernels.born_attention(**good | change)
 
 
+def test_self_check_fails_where_a_kernel_is_off(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        kernels.main()
+    assert not stop.value.code
+    out = capsys.readouterr().out
+    assert out.count("e-0") >= 12
+    assert "FAILED" not in out
+
+    def off(x, backend):
+        return (2.001 * x if backend == "torch" else 2 * x,)
+
+    monkeypatch.setattr(kernels, "check_cases", lambda: [("off", off, (randn(3),))])
+    with pytest.raises(SystemExit) as stop:
+        kernels.main()
+    assert stop.value.code
+    assert "FAILED" in capsys.readouterr().out
+
+
 def test_temperature_cancels():
     """QS eq. 5: D tau_i divides numerator and denominator alike. Output unchanged, gradient zero."""
     q, k, v = born_inputs(1, 2, 20, 4)
