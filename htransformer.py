@@ -19,6 +19,8 @@ The factorial of QS 9.2, in one host block with equal parameters, so that the ho
     field=real     score=born      w = (Re <q|k>)^2         readout y = e q o, element-wise on 2N reals
     field=complex  score=softmax   Re <q|k> / sqrt(2N)      readout y = conj(e q) o
     field=real     score=softmax   Re <q|k> / sqrt(2N)      readout y = e q o
+The real readout starts at about half the size of the complex one: it sums one product a number, not two. Under bf16 autocast
+softmax runs in bf16, Born attention in float32.
 With the rotation Re <q|k> is the rotary dot product of real vectors of width 2N: under softmax the field changes nothing
 but the readout.
 
@@ -31,6 +33,7 @@ alternating sign, e. The numbers, and the rows marked *, are ours: the paper doe
     param_proj                      normal, std 0.02; bias 0
     omega                           geometric grid 0.01 ... 1 in each head, alternating sign
     e                               circularly symmetric complex normal, used divided by its modulus
+    conv1d, norms *                 PyTorch's own: uniform +-1/2 for a width of 4; 1
     Transformer *                   Xavier uniform; the two matrices that write to the residual stream / sqrt(2L)
 """
 
@@ -73,8 +76,8 @@ class TransformerConfig:
     L: int = 4  # layers
     head: int = 32  # real width of a head
     mlp: int = -1  # hidden width of the feed-forward layer; -1: matched to the H-Transformer of the same D, L, H and N
-    H: int = 4  # heads of that H-Transformer
-    N: int = 16  # and their width
+    H: int = 4  # heads of that H-Transformer, of no other effect
+    N: int = 16  # the width of its heads, likewise
 
     def __post_init__(self):
         _check_positive(self)
@@ -116,10 +119,9 @@ def rotate(x, angle):
 def softmax_attention(q, k, v, cache):
     """Causal softmax attention of real q, k, v (B, H, T, width) with the (k, v) before them, or None. Returns the output
     and the grown cache: a state that is as long as the past."""
-    if cache is not None:
-        k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
-    if cache is None or cache[0].shape[2] == 0:
+    if cache is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True), (k, v)
+    k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
     T, S = q.shape[2], k.shape[2]
     mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask), (k, v)
@@ -208,13 +210,11 @@ class TransformerBlock(nn.Module):
             self.mlp_out.weight /= (2 * c.L) ** 0.5
 
     def init_state(self, batch_size):
-        """Keys and values of the past, (B, heads, 0, head) each."""
-        empty = self.qkv_proj.weight.new_zeros(batch_size, self.c.D // self.c.head, 0, self.c.head)
-        return empty, empty
+        """None; later the keys and values of the past, (B, heads, T, head) each."""
 
     def forward(self, x, state):
         """x (B, T, D) -> the same, and the keys and values up to it."""
-        c, (B, T, _), before = self.c, x.shape, state[0].shape[2]
+        c, (B, T, _), before = self.c, x.shape, 0 if state is None else state[0].shape[2]
         qkv = self.qkv_proj(self.norm(x)).view(B, T, 3, -1, c.head).permute(2, 0, 3, 1, 4)  # (3, B, heads, T, head)
         t = torch.arange(before, before + T, device=x.device, dtype=torch.float32)
         frequency = 10000 ** (-torch.arange(0, c.head, 2, device=x.device, dtype=torch.float32) / c.head)
@@ -258,19 +258,22 @@ class HTransformer(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """
         Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
-        Returns: logits (B, T, V) float32; loss, the mean in nats per token, or None; state after the last token.
+        Returns: logits (B, T, V) float32; loss, the mean in nats per token, or None; state after the last token, but None
+            in a training step (training mode, targets, gradients), where it would hold the keys and values of all layers.
         """
         state = self.init_state(idx.shape[0]) if state is None else state
+        keep_state = not (self.training and targets is not None and torch.is_grad_enabled())
         x, new_state = self.embedding(idx), []
         for layer, layer_state in zip(self.layers, state):
             if self.checkpointing and self.training:
                 x, layer_state = checkpoint(layer, x, layer_state, use_reentrant=False)
             else:
                 x, layer_state = layer(x, layer_state)
-            new_state.append(layer_state)
+            if keep_state:
+                new_state.append(layer_state)
         logits = F.linear(self.norm_f(x), self.embedding.weight).float()
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss, new_state
+        return logits, loss, new_state if keep_state else None
 
     def step(self, idx_t, state):
         """One token: idx_t (B,) -> logits (B, V) and the next state. Time and memory do not grow with Born attention; under
@@ -289,10 +292,12 @@ class HTransformer(nn.Module):
         return counts | {"total": sum(counts.values())}
 
     def mixing_flops(self, seq):
-        """Forward flops of attention per token, over the seq/2 keys that it sees on average: products for the scores (two of
-        width 2N under Born) and one with the values."""
+        """Forward flops of attention per token, over the seq/2 keys that it sees on average: products of width 2N for the
+        scores (two for a complex Born score) and one with the values. field=real with score=born spends twice that, as
+        it runs as a complex score whose imaginary parts are 0."""
         c = self.config
-        return c.L * c.H * (seq / 2) * 2 * 2 * c.N * (3 if c.score == "born" else 2)
+        products = 3 if (c.score, c.field) == ("born", "complex") else 2
+        return c.L * c.H * (seq / 2) * 2 * 2 * c.N * products
 
     def flops_per_token(self, seq):
         """Forward and backward flops a token at sequence length `seq`: 6 per weight of the projections, convolutions and

@@ -426,31 +426,47 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
 #
 # D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Both are one
 # sum over the past, s_i = sum_{j<=i} w_ij u_j^T with u_j = (v_j, 1), and there are three equal ways to it:
-#   quadratic   With the real vectors Q = [q_re, q_im], K1 = [k_re, k_im] and K2 = [k_im, -k_re], 2N wide, the product is
-#               <q|k> = Q.K1 + i Q.K2, so w = (Q.K1)^2 + (Q.K2)^2: matrix products and squares, no exponential.
-#   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers phi(k) describe:
-#               w_ij = phi(q_i).phi(k_j), so s_i = phi(q_i) S_i with a state S_i = sum_{j<=i} phi(k_j) u_j^T, N^2 x (2N+1).
+#   quadratic   With the real vectors Q = [q_re, q_im], K1 = [k_re, k_im] and K2 = -i K1 = [k_im, -k_re], 2N wide, the product
+#               is <q|k> = Q.K1 + i Q.K2, so w = (Q.K1)^2 + (Q.K2)^2: matrix products and squares, no exponential.
+#   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers describe:
+#               phi(k) = (|k_n|^2; sqrt2 Re k_m k_n^*, sqrt2 Im k_m k_n^* for m != n) gives w_ij = phi(q_i).phi(k_j), so
+#               s_i = phi(q_i) S_i with a state S_i = sum_{j<=i} phi(k_j) u_j^T, N^2 x (2N+1).
 #   recurrent   The linear form with the state carried on. The newest tokens, up to a chunk, are scored quadratically and
 #               then folded into S: signed features alone would lose digits where the sum has few terms.
 # The adjoint of s = W U with G = dL/ds: dL/dU = W^T G, dL/dW = G U^T where j <= i, and through the squares
 #     dL/d(Q.K1) = 2 (Q.K1) dL/dW,    dL/d(Q.K2) = 2 (Q.K2) dL/dW.
 
 BORN_CHUNK = 64  # tokens a chunk
-BORN_EPS = 1e-12  # added to the denominator: a query orthogonal to every key gives 0, not 0 / 0
-BORN_LINEAR_FROM = 1024  # tokens from which the linear form is the faster one at N = 16 on a CPU (bench.py)
+# Where a query is orthogonal to all keys eq. 5 is 0/0, and near that the rounding of the features decides. So the
+# denominator is raised by this share of sum_{j<=i} |k_j|^2, which it is compared with: on average it is 1/N of that.
+BORN_FLOOR = 1e-6
+TINY = 1e-30
+
+
+def _linear_is_faster(T, N):
+    """Measured on a CPU, forward and backward: quadratic costs about T N a token, linear N^3, with a share for the chunks."""
+    return T >= max(384, 3 * N * N)
+
+
+def _unit(q):
+    """q / |q| over the last axis, 0 for q = 0, with finite gradients; scaled first, as squares leave float32 early."""
+    q = q / q.detach().abs().amax(-1, keepdim=True).clamp(min=TINY)
+    return q * (q.square().sum(-1, keepdim=True) + 1e-12).rsqrt()  # the sum is 1 or more, or q is 0
 
 
 def born_attention_reference(q, k, v):
     """QS Algorithm 3 as written, in complex128, without D, tau and state. The oracle of the tests."""
-    q, k, v = (torch.view_as_complex(x.double().contiguous()) for x in (q, k, v))
-    q = q / q.abs().square().sum(-1, keepdim=True).sqrt().clamp(min=BORN_EPS)
+    q, k, v = q.double(), k.double(), v.double()
+    q = torch.view_as_complex(_unit(q.flatten(-2)).view(q.shape))
+    k, v = torch.view_as_complex(k.contiguous()), torch.view_as_complex(v.contiguous())
     w = (q.conj() @ k.transpose(-1, -2)).abs().square().tril()  # line 1
-    o = (w.to(v.dtype) @ v) / (w.sum(-1, keepdim=True) + BORN_EPS)  # line 2, eq. 5
+    floor = BORN_FLOOR * k.abs().square().sum(-1, keepdim=True).cumsum(-2) + TINY
+    o = (w.to(v.dtype) @ v) / (w.sum(-1, keepdim=True) + floor)  # line 2, eq. 5
     return torch.view_as_real(o)
 
 
-def _times_i(k):
-    """K2 from K1: [k_re, k_im] -> [k_im, -k_re]."""
+def _minus_i(k):
+    """K2 = -i K1: [k_re, k_im] -> [k_im, -k_re]."""
     re, im = k.chunk(2, -1)
     return torch.cat((im, -re), -1)
 
@@ -483,7 +499,7 @@ def _features_backward(grad, x):
 
 def _scores(q, k):
     """Real and imaginary part of <q|k>, and the causal weights. q (G, t, 2N) are the last t of the s positions of k."""
-    re, im = q @ k.mT, q @ _times_i(k).mT
+    re, im = q @ k.mT, q @ _minus_i(k).mT
     return re, im, (re.square() + im.square()).tril(k.shape[1] - q.shape[1])
 
 
@@ -492,8 +508,8 @@ def _scores_backward(grad, q, k, u):
     re, im, w = _scores(q, k)
     grad_w = (grad @ u.mT).tril_(k.shape[1] - q.shape[1]).mul_(2)
     grad_re, grad_im = re * grad_w, im * grad_w
-    grad_k = grad_re.mT @ q - _times_i(grad_im.mT @ q)  # K2 = -i K1, and the adjoint of -i is i
-    return grad_re @ k + grad_im @ _times_i(k), grad_k, w.mT @ grad
+    grad_k = grad_re.mT @ q - _minus_i(grad_im.mT @ q)  # the adjoint of -i is i
+    return grad_re @ k + grad_im @ _minus_i(k), grad_k, w.mT @ grad
 
 
 def _born_blocks(q, k):
@@ -510,10 +526,11 @@ def _born_sum(q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, linear: bool) -
     s, states = q.new_empty(*q.shape[:2], u.shape[2]), []
     with torch.autocast(q.device.type, enabled=False):
         for queries, keys in _born_blocks(q, k):
+            # The forms differ in how much of the past is seen as keys; what came before those is in S.
             seen = keys if linear else slice(0, keys.stop)
-            s[:, queries] = _scores(q[:, queries], k[:, seen])[2] @ u[:, seen]
+            s[:, queries] = _scores(q[:, queries], k[:, seen])[2] @ u[:, seen]  # quadratic: W U
             if S is not None:
-                s[:, queries] += _features(q[:, queries]) @ S
+                s[:, queries] += _features(q[:, queries]) @ S  # linear: phi(q) S
             if linear:
                 states.append(q.new_zeros(len(q), q.shape[2] ** 2 // 4, u.shape[2]) if S is None else S)
                 S = states[-1] + _features(k[:, keys]).mT @ u[:, keys]
@@ -578,10 +595,10 @@ def born_fold(state):
     """Folds the whole chunks among a state's newest tokens into S. Afterwards fewer than 64 tokens are left."""
     S, k, v = state
     full = k.shape[2] // BORN_CHUNK * BORN_CHUNK
-    if full:
-        k_full, u_full = _flat(k[:, :, :full]), _with_one(_flat(v[:, :, :full]))
-        for k_chunk, u_chunk in zip(k_full.split(BORN_CHUNK, dim=2), u_full.split(BORN_CHUNK, dim=2)):
-            part = _features(k_chunk).mT @ u_chunk
+    with torch.autocast(k.device.type, enabled=False):
+        for start in range(0, full, BORN_CHUNK):
+            chunk = slice(start, start + BORN_CHUNK)
+            part = _features(_flat(k[:, :, chunk])).mT @ _with_one(_flat(v[:, :, chunk]))
             S = part if S is None else S + part
     return S, k[:, :, full:], v[:, :, full:]
 
@@ -595,62 +612,76 @@ def _with_one(v):
     return F.pad(v, (0, 1), value=1.0)
 
 
+def _check_born(q, k, v, state):
+    if q.dim() != 5 or 0 in q.shape[2:] or q.shape[4] != 2:
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected (B, H, T, N, 2) with T and N > 0")
+    if not q.is_floating_point():
+        raise ValueError(f"q {tuple(q.shape)} is {q.dtype}; expected real pairs of a float dtype")
+    B, H, T, N, _ = q.shape
+    given = [("k", k, (B, H, T, N, 2), q.dtype), ("v", v, (B, H, T, N, 2), q.dtype)]
+    if state is not None:
+        if len(state) != 3:
+            raise ValueError(f"state has {len(state)} parts; expected (S, k, v) from an earlier call")
+        S, k_before, v_before = state
+        n = k_before.shape[2] if k_before.dim() == 5 else "n"
+        dtype = _compute_dtype(q)
+        given += [
+            ("k of the state", k_before, (B, H, n, N, 2), dtype),
+            ("v of the state", v_before, (B, H, n, N, 2), dtype),
+        ]
+        given += [] if S is None else [("S of the state", S, (B, H, N * N, 2 * N + 1), dtype)]
+    for name, x, shape, dtype in given:
+        _expect_shape(name, x, shape)
+        if x.device != q.device or x.dtype != dtype:
+            raise ValueError(
+                f"{name} {tuple(x.shape)} is {x.dtype} on {x.device}; expected {dtype} on {q.device}, to go with q"
+            )
+
+
 def born_attention(q, k, v, state=None, method="auto", backend=None):
     """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
 
     Args:
-        q, k, v: (B, H, T, N, 2) complex, any float dtype and strides.
+        q, k, v: (B, H, T, N, 2) complex, of one float dtype, any strides.
         state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
         backend: None picks; "torch" or "reference" (complex128, no state) forces one.
 
     Returns:
-        (o, state): o (B, H, T, N, 2) float32 (float64 if an input is), 0 where a query is orthogonal to every key so far;
-        the state after the last token. Its k and v may hold all T tokens: the next call folds them, so that a training
-        step, which drops the state, pays nothing for it. After that they hold fewer than 64, however long the past.
+        (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
+        |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
+        The state after the last token. Without gradients it is folded, so that k and v hold fewer than 64 tokens however
+        long the past. With gradients they are all T tokens, and the next call folds them: a training step, which drops
+        the state, does not pay for it.
     Raises:
-        ValueError: shapes that do not fit, T = 0, mixed devices, an unknown method or backend.
+        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend.
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
     _expect_one_of("backend", backend, None, "torch", "reference")
-    if q.dim() != 5 or q.shape[2] == 0 or q.shape[4] != 2:
-        raise ValueError(f"q has shape {tuple(q.shape)}; expected (B, H, T, N, 2) with T > 0")
-    B, H, T, N, _ = q.shape
-    for name, x in (("k", k), ("v", v)):
-        _expect_shape(name, x, (B, H, T, N, 2))
-    if state is not None:
-        S, k_before, v_before = state
-        if S is not None:
-            _expect_shape("S of the state", S, (B, H, N * N, 2 * N + 1))
-        before = (B, H, k_before.shape[2] if k_before.dim() == 5 else 0, N, 2)
-        for name, x in (("k of the state", k_before), ("v of the state", v_before)):
-            _expect_shape(name, x, before)
-    for name, x in (("k", k), ("v", v)):
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}; expected {q.device}, as q is")
+    _check_born(q, k, v, state)
     if backend == "reference":
         if state is not None:
             raise ValueError("backend='reference' takes no state; give it the whole sequence")
         return born_attention_reference(q, k, v), (None, k, v)
-    dtype = _compute_dtype(q, k, v)
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    S = None
+    (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
+    q, k, v = _unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype)
     if state is not None:
         S, k_before, v_before = born_fold(state)
-        k, v = torch.cat((k_before.to(dtype), k), 2), torch.cat((v_before.to(dtype), v), 2)
-    flat_q = _flat(q)
-    flat_q = flat_q / flat_q.square().sum(-1, keepdim=True).sqrt().clamp(min=BORN_EPS)
-    linear = method == "linear" or (method == "auto" and T >= BORN_LINEAR_FROM)
-    s, _ = _born_sum(
-        flat_q.flatten(0, 1),
-        _flat(k).flatten(0, 1),
-        _with_one(_flat(v)).flatten(0, 1),
-        None if S is None else S.flatten(0, 1),
-        linear,
-    )
-    o = s[..., :-1] / (s[..., -1:] + BORN_EPS)
-    return torch.stack(o.unflatten(0, (B, H)).chunk(2, -1), -1), (S, k, v)
+        k, v = torch.cat((k_before, k), 2), torch.cat((v_before, v), 2)
+    if S is not None:
+        mass = S[..., :: N + 1, -1:].sum(-2, keepdim=True)  # the diagonal features, |k_n|^2, of the column of ones
+    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N))
+    flat_k, u = _flat(k), _with_one(_flat(v))
+    s, _ = _born_sum(*(x.flatten(0, 1) for x in (q, flat_k, u)), None if S is None else S.flatten(0, 1), linear)
+    s = s.unflatten(0, (B, H))
+    mass = mass + flat_k.square().sum(-1, keepdim=True).cumsum(2)[:, :, -T:]  # (B, H, T, 1): sum_{j<=i} |k_j|^2
+    o = s[..., :-1] / (s[..., -1:] + BORN_FLOOR * mass + TINY)
+    state = (S, k, v)
+    if not torch.is_grad_enabled():
+        S, k, v = born_fold(state)
+        state = S, k.clone(), v.clone()  # not views, which would keep the whole sequence
+    return torch.stack(o.chunk(2, -1), -1), state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
