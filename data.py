@@ -48,10 +48,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def command_line(main):
-    """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream that
+    is closed, or that cannot show a character, stops nothing."""
+    if sys.stdout is None or sys.stderr is None:
+        nowhere = open(os.devnull, "w")  # noqa: SIM115  open as long as the program runs
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         main()
-    except InputError as e:
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (InputError, OSError) as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
@@ -158,24 +168,34 @@ def locate(name_or_path):
         return name, path, total, root, [] if ready else files
 
 
+def replace_file(path, write):
+    """write(f) makes the content of `path`: at any moment, also after a crash, it is the old file or the new one, whole."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # unique: another process may be doing the same
+    try:
+        with open(part, "xb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def join(root, files, size, path):
     """Writes the files one after another to `path`, whole or not at all."""
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # unique: another process may be doing the same
+
+    def write(out):
+        with progress(total=size, desc=f"preparing {path.name}") as bar:
+            for file, _, _ in files:
+                for chunk in read_chunks(root / file):
+                    out.write(chunk)
+                    bar.update(len(chunk))
+        if out.tell() != size:
+            raise InputError(f"{root} changed while it was read: run again when nothing writes to it")
+
     with explain(f"write {path} ({size:,} bytes; NANOHILBERT_DATA may name another folder)"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(part, "xb") as out, progress(total=size, desc=f"preparing {path.name}") as bar:
-                for file, _, _ in files:
-                    for chunk in read_chunks(root / file):
-                        out.write(chunk)
-                        bar.update(len(chunk))
-                if out.tell() != size:
-                    raise InputError(f"{root} changed while it was read: run again when nothing writes to it")
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        replace_file(path, write)
 
 
 def load(name_or_path, seq):

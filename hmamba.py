@@ -92,8 +92,8 @@ def _check_choices(config, **choices):
         if getattr(config, key) not in known:
             raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
     for key, value in vars(config).items():
-        if isinstance(value, int) and value < 1 and key != "mlp":
-            raise ValueError(f"{key}={value} must be at least 1")
+        if isinstance(value, int) and value < (-1 if key == "mlp" else 1):
+            raise ValueError(f"{key}={value} must be at least {-1 if key == 'mlp' else 1}")
     if config.head == "born" and config.D % 2:
         raise ValueError(f"head=born reads D/2 complex numbers, so D={config.D} must be even")
 

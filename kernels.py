@@ -16,7 +16,7 @@ Complex numbers are real pairs: the last axis holds (re, im).
 Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
 (float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs.
 The torch paths are registered as custom operators, so that torch.compile, autocast, activation checkpointing and DDP
-see one opaque node each. `python kernels.py` checks them on the present device.
+see one opaque node each; gradients are reverse mode only, once. `python kernels.py` checks them on the present device.
 """
 
 import time
@@ -68,7 +68,7 @@ def complex_scan_reference(log_decay, theta, b, h0=None):
 
 def complex_scan_clamped(log_decay, theta, b, h0=None):
     """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see README, errata."""
-    dtype = _compute_dtype(log_decay, theta, b)
+    dtype = _compute_dtype(log_decay, theta, b, *(() if h0 is None else (h0,)))
     log_decay, theta, b = log_decay.to(dtype).expand(theta.shape), theta.to(dtype), b.to(dtype)
     x = torch.zeros_like(b[:, 0]) if h0 is None else h0.to(dtype)  # (B, C, 2)
     chunks = []
@@ -108,7 +108,7 @@ def _scan(a, b, h0, reverse=False):
     """
     B, T, C = b[0].shape
     # On a CPU one step should fill the cache but not leave it; elsewhere few large launches win.
-    chunks = max(1, min(T // 8, 16384 // (B * C))) if b[0].device.type == "cpu" else max(1, int(T**0.5))
+    chunks = max(1, min(T // 8, 16384 // max(1, B * C))) if b[0].device.type == "cpu" else max(1, int(T**0.5))
     length = -(-T // chunks)
 
     def time_major(x, identity):  # (B, T, C) -> (length, chunks, B, C), padded with a = 1, b = 0
@@ -284,7 +284,7 @@ def selective_scan_reference(u, dt, A, B, C, h0=None):
 
 def _row_groups(u, A):
     """Batch rows worked on together: on a CPU as many as keep one chunk of states in cache, elsewhere all of them."""
-    rows = max(1, 2**17 // (SELECTIVE_CHUNK * A.numel())) if u.device.type == "cpu" else u.shape[0]
+    rows = max(1, 2**17 // (SELECTIVE_CHUNK * max(1, A.numel()))) if u.device.type == "cpu" else u.shape[0]
     return [slice(r, r + rows) for r in range(0, u.shape[0], rows)]
 
 

@@ -8,9 +8,10 @@ Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence M
 
 import json
 import math
+import sys
 from pathlib import Path
 
-from data import InputError, Parser, command_line
+from data import InputError, Parser, command_line, explain
 
 TARGETS = (3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
 
@@ -18,20 +19,27 @@ TARGETS = (3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
 def read_log(path):
     """Events of a run, in order. `path` is a log.jsonl or its run folder. Raises InputError if it holds no header.
 
-    A last line that a kill cut short is left out."""
+    A line that a kill cut short, or that is no event, is left out, with a note on stderr."""
     path = Path(path)
     path = path / "log.jsonl" if path.is_dir() else path
-    events = []
-    try:
-        for line in path.read_text().splitlines():
-            events.append(json.loads(line))
-    except OSError as e:
-        raise InputError(f"cannot read the log {path}: {e.strerror}") from None
-    except ValueError:  # not JSON, or not text: what was read before it counts
-        pass
-    if not events or not isinstance(events[0], dict) or events[0].get("event") != "header":
+    with explain(f"read the log {path}"):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    events = [e for e in map(_event, lines) if e]
+    if not events or events[0]["event"] != "header" or not {"settings", "data", "params"} <= events[0].keys():
         raise InputError(f"{path} is not a log of train.py: its first line is no header")
+    if len(events) < len(lines):
+        print(f"note: {len(lines) - len(events)} unreadable lines of {path} are left out", file=sys.stderr)
     return events
+
+
+def _event(line):
+    """The event of a line, or None."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
+    return event if whole and isinstance(event.get("val_loss", 0.0), (int, float)) else None
 
 
 def val_curve(events):
@@ -95,7 +103,8 @@ def plot_curves(logs, out):
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
-    fig.savefig(out)
+    with explain(f"write {out}"):
+        fig.savefig(out)
     plt.close(fig)
 
 
@@ -104,6 +113,8 @@ def main():
     parser.add_argument("runs", nargs="+", help="run folders or log.jsonl files")
     parser.add_argument("--out", help="also draw the learning curves into this PNG")
     args = parser.parse_args()
+    if args.out and Path(args.out).suffix != ".png":
+        raise InputError(f"--out {args.out} must end in .png")
     logs = [read_log(run) for run in args.runs]
     print(targets_table(logs))
     if args.out:

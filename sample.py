@@ -8,9 +8,9 @@ Also the home of MODELS, of model specs ("hmamba:N=4") and of the one checkpoint
 
 import codecs
 import json
-import os
 import sys
 import time
+import unicodedata
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -39,6 +39,8 @@ def parse_spec(spec, size, vocab_size):
     values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
+        if key in values:
+            raise InputError(f"{spec!r} sets {key} twice")
         if key not in types or not equals:
             raise InputError(f"{name} has no setting {pair!r}; known: {', '.join(f'{k}=' for k in types)}")
         try:
@@ -85,7 +87,15 @@ def read_checkpoint(path, names=("best.pt", "last.pt")):
         ) from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise InputError(f"{path} is a checkpoint of other origin: its format is not {FORMAT}")
-    return checkpoint | {"meta": json.loads(checkpoint["meta"]), "path": str(path)}
+    try:
+        meta = json.loads(checkpoint["meta"])
+        missing = {"spec", "size", "config", "settings", "data", "time_s"} - meta.keys()
+        missing |= {"model", "optimizer", "step", "best", "rng"} - checkpoint.keys()
+    except (KeyError, TypeError, ValueError, AttributeError):
+        missing = {"meta"}
+    if missing:
+        raise InputError(f"{path} is damaged or from another version: it lacks {', '.join(sorted(missing))}")
+    return checkpoint | {"meta": meta, "path": str(path)}
 
 
 def build(checkpoint):
@@ -96,7 +106,7 @@ def build(checkpoint):
         model = model_class(model_class.Config(**meta["config"]))
         model.load_state_dict(checkpoint["model"])
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
-        message = str(e).splitlines()[0]
+        message = " ".join(str(e).split())[:200]
         raise InputError(f"{checkpoint['path']} does not fit this version of the models: {message}") from None
     return model
 
@@ -110,7 +120,12 @@ def load(path, device="cpu"):
 
 
 def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
-    """Scores (V,) of one step -> log-weights (V,) to sample from. `seen` (n,) holds the distinct tokens so far."""
+    """Scores (V,) of one step -> log-weights (V,) to sample from. `seen` (n,) holds the distinct tokens so far.
+
+    Raises InputError if the scores are not finite."""
+    if not logits.isfinite().all():
+        raise InputError("the model's scores are not finite: its training diverged")
+    logits = logits.double()
     if repetition_penalty != 1:  # Keskar et al., arXiv 1909.05858, section 4.1
         chosen = logits[seen]
         logits = logits.index_put(
@@ -118,7 +133,7 @@ def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
         )
     if temperature == 0:
         return torch.full_like(logits, -torch.inf).index_fill(0, logits.argmax(), 0.0)
-    logits = logits / temperature
+    logits = (logits - logits.max()) / temperature
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:  # the smallest set of tokens that holds top_p of the probability
@@ -140,7 +155,7 @@ def generate(model, prompt, length, temperature=0.8, top_k=0, top_p=1.0, repetit
     logits = logits[:, -1]
     for i in range(length):
         distinct = torch.tensor(sorted(seen))
-        scores = filter_logits(logits[0].float().cpu(), distinct, temperature, top_k, top_p, repetition_penalty)
+        scores = filter_logits(logits[0].cpu(), distinct, temperature, top_k, top_p, repetition_penalty)
         token = int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
         yield token
         seen.add(token)
@@ -158,7 +173,7 @@ def decode(tokens):
 
 
 def printable(text):
-    return "".join(c if c >= " " and c != "\x7f" or c in "\n\t" else "\ufffd" for c in text)
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def newest_run():
@@ -190,26 +205,22 @@ def main():
         (args.top_k < 0, "--top_k must be 0 or more"),
         (not 0 < args.top_p <= 1, "--top_p must lie in (0, 1]"),
         (not 0 < args.repetition_penalty < float("inf"), "--repetition_penalty must be above 0"),
+        (not 0 <= args.seed < 2**63, "--seed must lie in 0 ... 2^63 - 1"),
         (not args.prompt, "--prompt is empty: a model needs one token to start from"),
     ]
     for is_wrong, message in wrong:
         if is_wrong:
             raise InputError(message)
-    run = args.run or newest_run()
+    run = newest_run() if args.run is None else args.run
     model, meta = load(run, pick_device(args.device))
     print(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}", file=sys.stderr)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     prompt = args.prompt.encode("utf-8", errors="surrogateescape")
     keys = ("length", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     start = time.perf_counter()
-    try:
-        print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
-        for text in decode(generate(model, list(prompt), **{k: getattr(args, k) for k in keys})):
-            print(text, end="", flush=True)
-        print(flush=True)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
+    print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
+    for text in decode(generate(model, list(prompt), **{k: getattr(args, k) for k in keys})):
+        print(text, end="", flush=True)
+    print(flush=True)
     print(f"{args.length / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)
 
 

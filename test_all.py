@@ -236,6 +236,20 @@ def test_clamped_scan_is_algorithm_2_and_where_it_departs():
     h, hT = kernels.complex_scan(ld, torch.zeros(1, 3, 1), one, method="clamped")
     torch.testing.assert_close(h[0, :, 0, 0], torch.tensor([1.0, 1 + math.exp(-10), 2 + math.exp(-10)]))
     assert torch.equal(hT, h[:, -1])
+    h, _ = kernels.complex_scan(-0.5 * ld, torch.zeros(1, 3, 1), one, method="clamped")  # growth is clamped at 0: P = 1
+    torch.testing.assert_close(h[0, :, 0, 0], torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_empty_batches_and_widths():
+    for B, C in ((0, 3), (2, 0)):
+        h, hT = kernels.complex_scan(torch.zeros(B, 20, C), torch.zeros(B, 20, C), torch.zeros(B, 20, C, 2))
+        assert h.shape == (B, 20, C, 2)
+        assert hT.shape == (B, C, 2)
+    y, hT = kernels.selective_scan(
+        *(torch.zeros(0, 20, n) for n in (3, 3)), torch.zeros(3, 2), *(torch.zeros(0, 20, 2),) * 2
+    )
+    assert y.shape == (0, 20, 3)
+    assert hT.shape == (0, 3, 2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
@@ -806,6 +820,39 @@ def test_transition_is_the_cayley_map_times_the_gate(monkeypatch):
     torch.testing.assert_close(torch.exp(torch.complex(log_decay, theta)), gate.sigmoid() * cayley, atol=1e-6, rtol=0)
 
 
+@torch.no_grad()
+def test_h_mamba_block_is_what_the_paper_writes():
+    """One block again in complex128, from its projections on: eqs. 2-3, Algorithm 1, readout, gate (QS 5.1-5.7)."""
+    model = make("hmamba", L=1)
+    layer, seen, T = model.layers[0], {}, 30
+    c = layer.c
+    layer.param_proj.weight.mul_(20)  # away from the start, where everything is nearly linear; dt meets its clamp
+    for name in ("in_proj", "param_proj", "back_proj"):
+        part = getattr(layer, name)
+        part.register_forward_hook(lambda _, a, out, name=name: seen.__setitem__(name, (a[0], out)))
+    x = randn(2, T, 128).float()
+    y, (_, last) = layer(x, layer.init_state(2))
+    z = seen["in_proj"][1].chunk(2, -1)[1].double()
+    b, C, gate, delta, dt = seen["param_proj"][1].double().split([128, 128, 64, 64, 4], -1)
+    b, C = (torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) for t in (b, C))  # (2, T, H*N)
+    dt = torch.nn.functional.softplus(dt).clamp(max=0.1).repeat_interleave(c.N, -1)
+    assert (dt == 0.1).any()
+    assert (dt < 0.1).any()
+    phi = dt / 2 * (delta + layer.omega.double().flatten())
+    a = gate.sigmoid() * (1 + 1j * phi) / (1 - 1j * phi)
+    psi = torch.view_as_complex(layer.psi0.double()).flatten()
+    psi, outputs = (psi / psi.abs()).expand(2, -1), []
+    for t in range(T):
+        psi = a[:, t] * psi + b[:, t]
+        outputs.append(C[:, t].conj() * psi)
+    readout = torch.stack(outputs, 1)
+    torch.testing.assert_close(torch.view_as_complex(last.double()), psi, atol=1e-5, rtol=1e-4)
+    readout = torch.cat((readout.real, readout.imag), -1)
+    torch.testing.assert_close(seen["back_proj"][0].double(), readout, atol=1e-5, rtol=1e-4)
+    gated = seen["back_proj"][1].double() * torch.nn.functional.silu(z)
+    torch.testing.assert_close(y.double(), x + gated @ layer.out_proj.weight.double().T, atol=1e-5, rtol=1e-4)
+
+
 def test_relative_phase_is_transported_exactly():
     """QS Lemma 6.2: without input the phase difference of two coordinates adds up, whatever the gates, at unit
     sensitivity; the magnitude of rho carries the gates."""
@@ -958,9 +1005,12 @@ def test_checkpointing_and_compile_change_nothing(spec):
         loss.backward()
         return [logits, *(p.grad.clone() for p in model.parameters())]
 
-    plain = run()
+    plain, passes = run(), []
+    counter = model.layers[0].norm.register_forward_hook(lambda *_: passes.append(1))
     model.checkpointing = True
     assert all(torch.equal(x, y) for x, y in zip(plain, run()))
+    assert len(passes) == 2  # once forward, once more in the backward
+    counter.remove()
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)  # the scans are single nodes: no graph break
     for checkpointing in (True, False):
@@ -1873,6 +1923,116 @@ def test_killed_run_resumes(program, tmp_path):
     assert_same_run("straight", "cut")
 
 
+def test_run_stopped_before_its_first_step_resumes(program, monkeypatch):
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+
+    def interrupt(step, s):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "learning_rate", interrupt)
+        assert program(train, *SMALL, "--out", "cut")[0] == 130
+    assert sample.read_checkpoint("cut/last.pt")["step"] == 0
+    assert program(train, "--resume", "cut")[0] == 0
+    assert_same_run("straight", "cut")
+
+
+@pytest.mark.parametrize("damage", ["missing", "line", "bytes"])
+def test_damaged_log_costs_its_damaged_lines_alone(program, damage):
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+    assert program(train, *SMALL, "--out", "cut", "--stop_at", 4)[0] == 0
+    log = Path("cut/log.jsonl")
+    lines = log.read_bytes().splitlines(keepends=True)
+    if damage == "missing":
+        log.unlink()
+    else:
+        log.write_bytes(
+            b"".join([*lines[:3], b"garbage\n\n5\n{}\n" if damage == "line" else b"\xff\xfe\n", *lines[3:]])
+        )
+    code, _, err = program(train, "--resume", "cut")
+    assert code == 0
+    assert ("unreadable lines" in err) == (damage != "missing")
+    if damage == "missing":  # weights as they should be, and a log of its own from there on
+        x, y = weights("straight/last.pt"), weights("cut/last.pt")
+        assert all(torch.equal(x[k], y[k]) for k in x)
+        assert report.read_log("cut")[0]["event"] == "header"
+    else:
+        assert_same_run("straight", "cut")
+
+
+def test_resume_from_another_folder(program, tmp_path, monkeypatch):
+    """A relative --data is remembered as an absolute one; where the file has moved, --data says where it is now."""
+    assert program(train, *SMALL, "--out", "run", "--stop_at", 2)[0] == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert program(train, "--resume", "../run", "--stop_at", 4)[0] == 0
+    (tmp_path / "text.txt").rename("moved.txt")
+    code, _, err = program(train, "--resume", "../run")
+    assert code == 2
+    assert "text.txt" in err
+    assert program(train, "--resume", "../run", "--data", "moved.txt")[0] == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_output_that_cannot_be_written_ends_no_run(program):
+    """An ASCII terminal, a reader that goes away, no stdout at all, a full disk behind it."""
+    command = f"{sys.executable} {ROOT / 'train.py'} {' '.join(SMALL)} --steps 2"
+    for i, shell in enumerate(("PYTHONIOENCODING=ascii {}", "{} | head -n 1", "{} >&-", "{} 2>&-", "{} > /dev/full")):
+        if "/dev/full" in shell and not Path("/dev/full").exists():
+            continue
+        line = "set -o pipefail; " + shell.format(f"{command} --out run{i}")
+        done = subprocess.run(["bash", "-c", line], env=ENV, capture_output=True, check=False)
+        assert b"Traceback" not in done.stderr
+        assert report.read_log(f"run{i}")[-1]["event"] == "sample", shell
+
+
+def test_a_last_step_that_diverges_is_no_result(program):
+    code, _, err = program(train, *SMALL, "--steps", 1, "--lr", "1e30", "--schedule", "constant", "--out", "run")
+    assert code == 2
+    assert "the loss after step 1 is nan" in err
+    assert not any(e["event"] == "final" for e in report.read_log("run"))
+    code, _, err = program(sample, "run/last.pt")
+    assert code == 2
+    assert "scores are not finite" in err
+
+
+def test_gradients_are_clipped(program, monkeypatch):
+    """With a bound of almost 0 AdamW's epsilon swallows the updates."""
+    assert program(train, *SMALL, "--out", "run")[0] == 0
+    monkeypatch.setattr(train, "CLIP", 1e-12)
+    assert program(train, *SMALL, "--out", "clipped")[0] == 0
+    first, last, clipped = (report.read_log(r)[i] for r, i in (("run", 1), ("run", -2), ("clipped", -2)))
+    assert last["val_loss"] < first["val_loss"] - 0.3
+    assert clipped["val_loss"] > first["val_loss"] - 0.05
+
+
+def test_files_are_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    data.replace_file(path, lambda f: f.write(b"old"))
+
+    def fail(f):
+        f.write(b"ne")
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        data.replace_file(path, fail)
+    moved = []
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: moved.append((Path(a).read_bytes(), b))
+    )  # a crash before the renaming
+    data.replace_file(path, lambda f: f.write(b"new"))
+    assert path.read_bytes() == b"old"
+    assert moved == [(b"new", path)]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_training_without_matplotlib(program, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, _ = program(train, *SMALL, "--steps", 1, "--out", "run")
+    assert code == 0
+    assert "note: no curve.png" in out
+
+
 def test_micro_batches_change_nothing(program):
     """The logged loss and the gradient are means over the whole step; also where the last micro-batch is smaller."""
     for micro in (8, 3):
@@ -2017,7 +2177,7 @@ def test_full_disk_keeps_the_old_checkpoint(program):
     assert "the one saved before is intact" in err
     assert err.count("\n") == 1
     assert Path("run/last.pt").read_bytes() == before
-    assert not list(Path("run").glob("*.tmp"))
+    assert not list(Path("run").glob("*.part"))
     assert program(train, "--resume", "run")[0] == 0
 
 
@@ -2043,6 +2203,37 @@ def other_version():
 def changed_text():
     with open("text.txt", "a") as f:
         f.write("more")
+
+
+def other_text():
+    Path("other.txt").write_text("something else " * 999)
+
+
+def resave(path, change):
+    checkpoint = torch.load("run/last.pt", weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, path)
+
+
+def other_settings():
+    def change(checkpoint):
+        meta = json.loads(checkpoint["meta"])
+        meta["settings"]["momentum"] = 0.9
+        checkpoint["meta"] = json.dumps(meta)
+
+    resave("run/last.pt", change)
+
+
+def lacks_meta():
+    resave("run/lacks.pt", lambda checkpoint: checkpoint.update(meta="[1]"))
+
+
+def lacks_optimizer():
+    resave("run/lacks.pt", lambda checkpoint: (checkpoint.pop("best"), checkpoint.pop("optimizer")))
+
+
+def no_log():
+    Path("run/log.jsonl").unlink()
 
 
 RESUME = ["--resume", "run"]
@@ -2076,14 +2267,25 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (None, ["--resume", "cache"], "no checkpoint in cache (looked for last.pt)"),
     (None, [*RESUME, "--model", "mamba"], "--model mamba differs from this run's hmamba"),
     (None, [*RESUME, "--size", "small"], "--size small differs from this run's tiny"),
-    (None, [*RESUME, "--data", "stdlib"], "--data stdlib differs from this run's text.txt"),
+    (other_text, [*RESUME, "--data", "other.txt"], "is not the data of this run"),
     (None, [*RESUME, "--lr", "1"], "--lr 1.0 differs"),
     (None, [*RESUME, "--micro", "0"], "--micro 0 must be at least 1"),
     (None, [*RESUME, "--log_every", "0"], "--log_every 0 must be at least 1"),
     (None, [*RESUME, "--stop_at", "40"], "--stop_at 40 lies beyond --steps 8"),
     (None, [*RESUME, "--stop_at", "1"], "is at step 2 of 1 already"),
     (None, ["--resume", "run/best.pt"], "no optimizer state; resume from last.pt"),
-    (changed_text, RESUME, "is not the data of this run"),
+    (changed_text, [*RESUME, "--data", "text.txt"], "is not the data of this run"),
+    (other_settings, RESUME, "was written by another version of train.py"),
+    (lacks_meta, ["--resume", "run/lacks.pt"], "is damaged or from another version: it lacks meta"),
+    (lacks_optimizer, ["--resume", "run/lacks.pt"], "it lacks best, optimizer"),
+    (None, [*SMALL, "--seeds", "1,2,1"], "must not repeat an entry"),
+    (None, [*SMALL, "--seeds", "\u0663"], "must be whole numbers"),
+    (None, [*SMALL, "--out", ""], "--out  exists"),
+    (None, [*SMALL, "--seeds", "1,2", "--out", "run"], "--out run exists"),
+    (None, [*SMALL, "--seeds", "1,2", "--seq", "100000"], "too short for --seq 100000"),
+    (None, [*SMALL, "--model", "mamba:mlp=-7"], "mlp=-7 must be at least -1"),
+    (None, [*SMALL, "--model", "mamba:L=1:L=2"], "sets L twice"),
+    (no_log, [*RESUME, "--eval_only"], "log.jsonl is missing"),
     (foreign_checkpoint, ["--resume", "foreign.pt"], "checkpoint of other origin"),
     (truncated_checkpoint, ["--resume", "short.pt"], "cut short, or of other origin"),
     (unsafe_checkpoint, ["--resume", "unsafe.pt"], "cut short, or of other origin"),
@@ -2171,11 +2373,31 @@ def test_sample_streams_text_from_a_run(program):
     assert out.startswith("caf\u00e9 \ufffd")
 
 
-def test_generation_is_the_model_step_by_step():
+def test_checkpoints_are_found(program, monkeypatch):
+    """A folder means its best.pt; no argument the run whose checkpoint was written last."""
+    for name in ("b", "a"):
+        assert program(train, *SMALL, "--steps", 2, "--out", f"runs/{name}")[0] == 0
+    assert sample.read_checkpoint("runs/a")["path"] == "runs/a/best.pt"
+    assert sample.newest_run() == Path("runs/a")
+    for path in Path("runs/b").glob("*.pt"):
+        os.utime(path, (time.time() + 9, time.time() + 9))
+    assert sample.newest_run() == Path("runs/b")
+
+
+def test_repetition_penalty_counts_what_was_generated():
+    model = make("hmamba", L=1)
+    torch.nn.init.normal_(model.embedding.weight)
+    tokens = list(sample.generate(model, [1, 2, 3], 60, temperature=0, repetition_penalty=1e9))
+    assert len(set(tokens)) == 60
+    assert not {1, 2, 3} & set(tokens)
+
+
+def test_generation_is_the_model_step_by_step(monkeypatch):
     """Greedy generation equals the argmax of the full pass over prompt and answer, also with a prompt of two chunks."""
     model = make("hmamba", L=1)
     torch.nn.init.normal_(model.embedding.weight)  # clear-cut scores
-    prompt = text_batch(1, sample.PREFILL + 10)[0].tolist()
+    monkeypatch.setattr(sample, "PREFILL", 7)
+    prompt = text_batch(1, 40)[0].tolist()
     answer = list(sample.generate(model, prompt, 20, temperature=0))
     with torch.no_grad():
         full = model(torch.tensor([prompt + answer]))[0][0].argmax(-1).tolist()
@@ -2190,22 +2412,27 @@ def test_filters_of_the_logits():
         arguments = {"seen": none, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0} | changes
         return sample.filter_logits(logits, **arguments)
 
-    assert torch.equal(kept(), logits)
-    assert torch.equal(kept(temperature=0.5), 2 * logits)
+    assert torch.equal(kept(), logits.double() - 2)  # the largest is 0: no overflow at any temperature
+    assert torch.equal(kept(temperature=0.5), 2 * logits.double() - 4)
+    assert kept(temperature=1e-300).softmax(-1).tolist() == [1, 0, 0, 0]
+    assert kept(temperature=1e300).softmax(-1).tolist() == [0.25] * 4
+    assert kept(top_p=1e-300).isfinite().tolist() == [True, False, False, False]
+    with pytest.raises(data.InputError, match="not finite"):
+        sample.filter_logits(logits * math.nan, none, 1.0, 0, 1.0, 1.0)
     assert kept(top_k=2).isfinite().tolist() == [True, True, False, False]
     assert kept(top_k=9).isfinite().all()
     assert kept(top_p=0.64).isfinite().tolist() == [True, False, False, False]  # softmax: .64 .24 .09 .03
     assert kept(top_p=0.65).isfinite().tolist() == [True, True, False, False]
     assert kept(temperature=0).tolist() == [0.0, -math.inf, -math.inf, -math.inf]
-    assert kept(seen=torch.tensor([0, 3]), repetition_penalty=2.0).tolist() == [1.0, 1.0, 0.0, -2.0]
+    assert kept(seen=torch.tensor([0, 3]), repetition_penalty=2.0).tolist() == [0.0, 0.0, -1.0, -3.0]
     assert kept(seen=torch.tensor([0]), repetition_penalty=4.0, temperature=0).argmax() == 1
 
 
 def test_every_byte_sequence_can_be_shown():
-    for tokens in (range(256), [0xC3], [0xF0, 0x9F, 0x98], [0xED, 0xA0, 0x80], [27, ord("["), 7]):
+    for tokens in (range(256), [0xC2, 0x9B], [0xC3], [0xF0, 0x9F, 0x98], [0xED, 0xA0, 0x80], [27, ord("["), 7]):
         text = "".join(sample.decode(tokens))
         text.encode("utf-8")
-        assert not any(c < " " and c not in "\n\t" for c in text)
+        assert not any((c < " " or "\x7f" <= c < "\xa0") and c not in "\n\t" for c in text)
     assert "".join(sample.decode("h\u00e9 \U0001f600".encode())) == "h\u00e9 \U0001f600"
 
 
@@ -2221,6 +2448,8 @@ def test_every_byte_sequence_can_be_shown():
         (["x", "--top_k", "-1"], "--top_k must be 0 or more"),
         (["x", "--top_p", "0"], "--top_p must lie in (0, 1]"),
         (["x", "--repetition_penalty", "0"], "--repetition_penalty must be above 0"),
+        (["x", "--seed", "99999999999999999999"], "--seed must lie in"),
+        ([""], "no checkpoint"),
         (["x", "--prompt", ""], "--prompt is empty"),
         (["x", "--temp", "1"], "unrecognized arguments: --temp 1"),
         (["x", "y"], "unrecognized arguments: y"),
@@ -2267,6 +2496,9 @@ def write_log(folder, model, bpc, **settings):
     }
     events = [{"event": "header", "step": 0, "data": {"name": "text"}, **header}]
     events += [{"event": "val", "split": "val", "step": 20 * i, "val_loss": x * math.log(2)} for i, x in enumerate(bpc)]
+    events.append(
+        {"event": "eval", "split": "val", "step": 20, "val_loss": 0.1}
+    )  # of a whole split: no point of the curve
     events.append({"event": "final", "split": "val", "step": events[-1]["step"], "val_loss": bpc[-1] * math.log(2)})
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
@@ -2283,6 +2515,11 @@ def test_report_reads_logs(program, tmp_path):
     assert "| mamba | text | tiny | 1 | 50 (2.50x) | 60 (1.50x) | - | - | 2.500 |" in out
     assert "| mamba | text | tiny | 2 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - | 2.100 |" in out  # first of its seed
     assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
+    for bad in ("curves.jpg", "nowhere/curves.png"):
+        code, _, err = program(report, "a", "--out", bad)
+        assert code == 2
+        assert bad in err
+        assert err.count("error: ") == 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"{}\n", b"[1]\n", b'{"event": "val"}\n'])

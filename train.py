@@ -62,7 +62,7 @@ PEAK_FLOPS = {  # dense bf16, by the device's full name
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
 }  # fmt: skip
 # What a resumed run may set anew: the rest would change its course.
-MAY_CHANGE = {"resume", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every",
+MAY_CHANGE = {"resume", "data", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every",
               "eval_only", "split"}  # fmt: skip
 
 
@@ -132,6 +132,8 @@ def resolve(given, model, size, seed, device):
     for key, value in protocol.items():
         if getattr(s, key) is None:
             setattr(s, key, value)
+    if s.data not in data.NAMED and Path(s.data).exists():
+        s.data = str(Path(s.data).absolute())  # so that --resume finds it from anywhere
     if s.min_lr > s.lr and "min_lr" not in given:
         s.min_lr = s.lr
     return check(s)
@@ -142,7 +144,7 @@ def check(s):
     for key in ("steps", "batch", "micro", "seq", "eval_every", "eval_seqs", "log_every", "ckpt_every", "stop_at"):
         if getattr(s, key) is not None and getattr(s, key) < 1:
             raise InputError(f"--{key} {getattr(s, key)} must be at least 1")
-    if not s.seeds.isdecimal() or int(s.seeds) >= 2**32:
+    if not (s.seeds.isascii() and s.seeds.isdecimal()) or int(s.seeds) >= 2**32:
         raise InputError(f"--seeds {s.seeds!r} must be whole numbers from 0 to 2^32 - 1")
     if not (0 < s.lr < math.inf and 0 <= s.min_lr <= s.lr and 0 <= s.warmup < math.inf):
         raise InputError(f"impossible schedule: --lr {s.lr} --min_lr {s.min_lr} --warmup {s.warmup}")
@@ -173,8 +175,9 @@ stop_signals = []  # SIGINT and SIGTERM end the run after the present step
 
 def print_rank0(*text):
     if rank == 0:
-        tqdm.write(" ".join(map(str, text)), file=sys.stdout)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a reader that went away, or a full disk behind it, does not end a run
+            tqdm.write(" ".join(map(str, text)), file=sys.stdout)
+            sys.stdout.flush()
 
 
 def sum_over_ranks(value):
@@ -224,10 +227,11 @@ class Log:
     def __init__(self, folder, start, keep=None):
         """`start` is the time at which time_s is 0. `keep`: on resuming, events after this step are dropped."""
         self.path, self.start = folder / "log.jsonl", start
-        if keep is not None and rank == 0:
+        if keep is not None and rank == 0 and self.path.exists():
             events = report.read_log(self.path)
             kept = [e for e in events if e["step"] <= keep and e["event"] not in ("final", "sample")]
-            replace_file(self.path, lambda f: f.write("".join(json.dumps(e) + "\n" for e in kept).encode()))
+            with data.explain(f"write {self.path}"):
+                data.replace_file(self.path, lambda f: f.write("".join(json.dumps(e) + "\n" for e in kept).encode()))
 
     def write(self, event, step, tokens, **values):
         if rank == 0:
@@ -237,27 +241,17 @@ class Log:
                 f.write(line + "\n")
 
 
-def replace_file(path, write):
-    """Writes a file so that at any moment, also after a crash, it is either the old one or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
+def save_checkpoint(path, meta, model, optimizer, step, best):
+    if rank:
+        return
+    checkpoint = {"format": sample.FORMAT, "meta": json.dumps(meta), "model": model.state_dict(), "step": step,
+                  "optimizer": optimizer.state_dict() if optimizer else {}, "best": best,
+                  "rng": {"cpu": torch.get_rng_state()}}  # fmt: skip
     try:
-        with open(temporary, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        data.replace_file(path, lambda f: torch.save(checkpoint, f))
     except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-        temporary.unlink(missing_ok=True)
         kept = "; the one saved before is intact" if path.exists() else ""
         raise InputError(f"cannot write {path} ({str(e).splitlines()[0]}): is the disk full?{kept}") from None
-
-
-def save_checkpoint(path, meta, model, optimizer, step, best):
-    if rank == 0:
-        rng = {"cpu": torch.get_rng_state()}
-        checkpoint = {"format": sample.FORMAT, "meta": json.dumps(meta), "model": model.state_dict(), "step": step,
-                      "optimizer": optimizer.state_dict() if optimizer else {}, "best": best, "rng": rng}  # fmt: skip
-        replace_file(path, lambda f: torch.save(checkpoint, f))
 
 
 def make_folder(s, corpus, single):
@@ -270,8 +264,6 @@ def make_folder(s, corpus, single):
             unique.mkdir(parents=True)
             return unique
         except FileExistsError:
-            if s.out:
-                raise InputError(f"--out {unique} exists: name another folder, or --resume {unique}") from None
             n += 1
             unique = folder.with_name(f"{name}-{n}")
         except OSError as e:
@@ -346,6 +338,8 @@ def provenance(device):
 
 def train(s, corpus, device, single, checkpoint=None):
     """One run. Returns its folder; SystemExit if a signal ended it."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, on_signal)
     torch.manual_seed(int(s.seeds))
     if checkpoint:
         model, folder = sample.build(checkpoint).to(device), Path(checkpoint["path"]).parent
@@ -365,8 +359,12 @@ def train(s, corpus, device, single, checkpoint=None):
     log = Log(folder, start_time, keep=checkpoint and checkpoint["step"])
     if checkpoint:
         step, best = checkpoint["step"], checkpoint["best"]
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        try:
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise InputError(f"{checkpoint['path']}: its optimizer state does not fit ({e})") from None
         torch.set_rng_state(checkpoint["rng"]["cpu"])
+    if log.path.exists() and checkpoint:
         log.write("resume", step, step * s.batch * s.seq, **provenance(device))
     else:
         log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], data=meta["data"],
@@ -407,7 +405,7 @@ def train(s, corpus, device, single, checkpoint=None):
         return loss
 
     val_loss = best["val_loss"]
-    if step == 0:
+    if not math.isfinite(val_loss):  # a new run
         val_loss = validate()
         save("last.pt")  # from here on the run can be resumed
     bar = tqdm(total=end, initial=step, unit="step", disable=not show, dynamic_ncols=True)
@@ -468,6 +466,8 @@ def train(s, corpus, device, single, checkpoint=None):
 
     everything = np.arange(val_windows)
     loss = evaluate(model, val_tokens, everything, s, device)
+    if not math.isfinite(loss):
+        raise InputError(f"the loss after step {step} is {loss}: the last update diverged; lower --lr ({folder})")
     memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
     n_tokens = val_windows * s.seq
     log.write("final", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=n_tokens, best=best, **memory)
@@ -477,9 +477,13 @@ def train(s, corpus, device, single, checkpoint=None):
         with autocast(s, device):
             model.eval()
             text = "".join(sample.decode(sample.generate(model, list(b"\n"), 400, top_k=50)))
-        (folder / "sample.txt").write_text(text, encoding="utf-8")
+        with data.explain(f"write {folder}"):
+            (folder / "sample.txt").write_text(text, encoding="utf-8")
         log.write("sample", step, step * tokens_per_step, text=text)
-        report.plot_curves([report.read_log(folder)], folder / "curve.png")
+        try:
+            report.plot_curves([report.read_log(folder)], folder / "curve.png")
+        except ImportError as e:
+            print_rank0(f"note: no curve.png, as matplotlib cannot be imported ({e})")
         print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
     exit_on_signal()
     return folder
@@ -491,6 +495,8 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
     n, step = data.num_windows(tokens, s.seq), checkpoint["step"]
     loss = evaluate(model, tokens, np.arange(n), s, device)
     log = Log(Path(checkpoint["path"]).parent, time.time() - checkpoint["meta"]["time_s"])
+    if not log.path.exists():
+        raise InputError(f"{log.path} is missing: the result belongs beside the log of its run")
     log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
               checkpoint=Path(checkpoint["path"]).name, **provenance(device))  # fmt: skip
     print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc "
@@ -513,9 +519,14 @@ def resume_settings(given, checkpoint):
     """Settings of a resumed run: its own, but for the flags that do not change its course."""
     saved = checkpoint["meta"]["settings"]
     for key, value in given.items():
-        if key not in MAY_CHANGE and value != saved[key]:
-            raise InputError(f"--{key} {value} differs from this run's {saved[key]}: drop the flag, or start a new run")
-    return check(Settings(**saved | {"stop_at": None} | given))
+        if key not in MAY_CHANGE and value != saved.get(key):
+            raise InputError(
+                f"--{key} {value} differs from this run's {saved.get(key)}: drop the flag, or start a new run"
+            )
+    try:
+        return check(Settings(**saved | {"stop_at": None} | given))
+    except TypeError as e:
+        raise InputError(f"{checkpoint['path']} was written by another version of train.py ({e})") from None
 
 
 def check_data(corpus, meta):
@@ -526,13 +537,9 @@ def check_data(corpus, meta):
 
 
 def load_data(name, seq):
-    """Local rank 0 prepares a corpus, the others then find it."""
-    if local_rank:
-        dist.barrier()
-    corpus = data.load(name, seq)
-    if world > 1 and not local_rank:
-        dist.barrier()
-    return corpus
+    """Rank 0 prepares a corpus, the others then find it; a fault is told once."""
+    broadcast_from_rank0(lambda: data.load(name, seq) and None)
+    return data.load(name, seq)
 
 
 def main():
@@ -545,11 +552,11 @@ def main():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, on_signal)
     try:
         run(given, device)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not re.search("out of memory|allocate", str(e)):
+            raise
         raise InputError(
             "the device is out of memory: lower --micro (the result stays the same) or set --checkpointing"
         ) from None
@@ -570,7 +577,8 @@ def run(given, device):
         if not checkpoint["optimizer"]:
             raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
         step, end = checkpoint["step"], s.stop_at or s.steps
-        done = [e["step"] for e in report.read_log(Path(checkpoint["path"]).parent) if e["event"] == "final"]
+        log = Path(checkpoint["path"]).with_name("log.jsonl")
+        done = [e["step"] for e in report.read_log(log) if e["event"] == "final"] if log.exists() else []
         if step > end or (step == end and done == [step]):
             advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
             raise InputError(f"{checkpoint['path']} is at step {step} of {end} already: {advice}")
@@ -580,10 +588,16 @@ def run(given, device):
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
     runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
     for s in runs:
-        sample.parse_spec(s.model, s.size, 256)  # a wrong spec is told before the first run, not hours later
+        sample.parse_spec(s.model, s.size, 256)
     if given.get("params"):
         return print_params(runs)
-    finished = [train(s, load_data(s.data, s.seq), device, single=len(runs) == 1) for s in runs]
+    # What can be told before the first run is: a fault in the last of a sweep would come hours later.
+    if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
+        raise InputError("--model, --size and --seeds must not repeat an entry")
+    if "out" in given and (not given["out"] or Path(given["out"]).exists()):
+        raise InputError(f"--out {given['out']} exists: name another folder, or --resume {given['out']}")
+    corpora = [load_data(s.data, s.seq) for s in runs]
+    finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
     if len(finished) > 1 and rank == 0:
         print_rank0(
             "steps to each validation target, and the ratio to the first model (linear interpolation between evaluations):"
