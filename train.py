@@ -270,15 +270,6 @@ def make_folder(s, corpus, single):
             raise InputError(f"cannot make the run folder {unique}: {e.strerror}") from None
 
 
-def git_revision():
-    """Commit of this code, "-dirty" if it was changed; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Training
 
@@ -328,9 +319,14 @@ def check_finite(loss, grad_norm, layers, step, folder):
 
 
 def provenance(device):
-    """What ran: versions, code revision, device."""
+    """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        git = None
     return {
-        "git": git_revision(), "world": world, "threads": torch.get_num_threads(),
+        "git": git, "world": world, "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
     }  # fmt: skip
@@ -520,20 +516,11 @@ def resume_settings(given, checkpoint):
     saved = checkpoint["meta"]["settings"]
     for key, value in given.items():
         if key not in MAY_CHANGE and value != saved.get(key):
-            raise InputError(
-                f"--{key} {value} differs from this run's {saved.get(key)}: drop the flag, or start a new run"
-            )
+            raise InputError(f"--{key} {value} differs from this run's {saved.get(key)}: drop it, or start a new run")
     try:
         return check(Settings(**saved | {"stop_at": None} | given))
     except TypeError as e:
         raise InputError(f"{checkpoint['path']} was written by another version of train.py ({e})") from None
-
-
-def check_data(corpus, meta):
-    """Refuses to go on with a run, or to judge it, on other data."""
-    if len(corpus.tokens) != meta["data"]["size"] or corpus.sha256 != meta["data"]["sha256"]:
-        raise InputError(f"{corpus.path} is not the data of this run ({meta['data']['size']:,} bytes, SHA-256 "
-                         f"{meta['data']['sha256'][:12]}...): it has {len(corpus.tokens):,} bytes and another hash")  # fmt: skip
 
 
 def load_data(name, seq):
@@ -557,9 +544,7 @@ def main():
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("out of memory|allocate", str(e)):
             raise
-        raise InputError(
-            "the device is out of memory: lower --micro (the result stays the same) or set --checkpointing"
-        ) from None
+        raise InputError("out of memory: lower --micro (same result) or --seq, or set --checkpointing") from None
     finally:
         if world > 1:
             dist.destroy_process_group()
@@ -571,7 +556,10 @@ def run(given, device):
         checkpoint = sample.read_checkpoint(given["resume"], names)
         s = resume_settings(given, checkpoint)
         corpus = load_data(s.data, s.seq)
-        check_data(corpus, checkpoint["meta"])
+        was = checkpoint["meta"]["data"]
+        if (len(corpus.tokens), corpus.sha256) != (was["size"], was["sha256"]):
+            raise InputError(f"{corpus.path} ({len(corpus.tokens):,} bytes, SHA-256 {corpus.sha256[:12]}) is not the data of "
+                             f"this run ({was['size']:,} bytes, {was['sha256'][:12]})")  # fmt: skip
         if s.eval_only:
             return evaluate_checkpoint(s, corpus, device, checkpoint)
         if not checkpoint["optimizer"]:
@@ -600,7 +588,7 @@ def run(given, device):
     finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
     if len(finished) > 1 and rank == 0:
         print_rank0(
-            "steps to each validation target, and the ratio to the first model (linear interpolation between evaluations):"
+            "steps to each validation target, interpolated between evaluations, and the ratio to the first model:"
         )
         print_rank0(report.targets_table([report.read_log(f) for f in finished]))
     return None
