@@ -39,6 +39,7 @@ from sample import MODELS
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step
+TOKENS = 2**14  # of an attention case
 progress = partial(tqdm, leave=False, disable=None)  # None: only on a terminal
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,13 +143,18 @@ def scan_selective(B, T, E, N, backend=None):
     return gradients(lambda *x: selective_scan(*x, backend=backend)[0], *inputs)
 
 
-def attend_born(method, B, T):
-    return gradients(lambda *x: born_attention(*x, method=method)[0], *(torch.randn(B, 1, T, N, 2) for _ in range(3)))
+def attend(function, width, T):
+    """Sequences of T tokens one after another, TOKENS in all: equal times are equal times a token."""
+    once = gradients(function, *(torch.randn(1, 2, T, *width) for _ in range(3)))
+    return lambda: [once() for _ in range(TOKENS // T)]
 
 
-def attend_softmax(B, T):
-    attend = partial(F.scaled_dot_product_attention, is_causal=True)
-    return gradients(attend, *(torch.randn(B, 1, T, 64) for _ in range(3)))
+def attend_born(method, T):
+    return attend(lambda *x: born_attention(*x, method=method)[0], (N, 2), T)
+
+
+def attend_softmax(T):
+    return attend(partial(F.scaled_dot_product_attention, is_causal=True), (64,), T)
 
 
 def copy(*_):
@@ -207,10 +213,7 @@ CASES = {  # section: {title: (candidates; shape; float32 numbers that have to m
             2 * (16 * 256 * (3 * 256 + 2 * 16) + 256 * 16),
         ),
     },
-    # The same number of tokens each time: equal times are equal times a token.
-    "born": {
-        f"one head, {2**14 // T} x {T} tokens": (BORN, (2**14 // T, T), None) for T in (256, 1024, 2048, 4096, 16384)
-    },
+    "born": {f"two heads, {TOKENS // T} times {T} tokens": (BORN, (T,), None) for T in (256, 1024, 2048, 4096, TOKENS)},
     "step": {"one generated token, size tiny": (STEPS, (), None)},
 }
 
