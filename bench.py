@@ -40,6 +40,7 @@ from sample import MODELS
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step
 TOKENS = 2**14  # of an attention case
+CONTEXTS = (128, 4096)  # tokens before the generated one
 progress = partial(tqdm, leave=False, disable=None)  # None: only on a terminal
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ SELECTIVE = {
     "time loop, float64": partial(scan_selective, backend="reference"),
     COPY: copy,
 }
-STEPS = {f"{name} after {T} tokens": partial(generate, name, T) for name in MODELS for T in (128, 4096)}
+STEPS = {f"{name} after {T} tokens": partial(generate, name, T) for name in MODELS for T in CONTEXTS}
 CASES = {  # section: {title: (candidates; shape; float32 numbers that have to move, each of them once in both passes)}
     "train": {
         **{f"training step, B{B} T{T}": (MAMBAS, (B, T), None) for B, T in ((2, 128), (16, 256))},
@@ -334,6 +335,23 @@ def timings(args, section):
         yield title + what[section], columns + ["GB/s of necessary traffic", "of copy bandwidth"] * bool(numbers), rows
 
 
+def state_kb(state):
+    """kB of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.numel() * state.element_size() / 1000
+    return sum(map(state_kb, state)) if isinstance(state, (list, tuple)) else 0.0
+
+
+@torch.no_grad()
+def step(args):
+    yield from timings(args, "step")
+    rows = []
+    for name, model_class in MODELS.items():
+        model = model_class(model_class.SIZES["tiny"])
+        rows.append((name, *(f"{state_kb(model(torch.randint(V, (1, T)))[2]):.1f}" for T in CONTEXTS)))
+    yield "state of one sequence, size tiny, kB", ("model", *(f"after {T} tokens" for T in CONTEXTS)), rows
+
+
 def memory(args):
     if sys.platform == "win32":
         return print("memory: left out, as Windows does not tell Python the peak memory of a process", file=sys.stderr)
@@ -343,7 +361,13 @@ def memory(args):
     yield "peak memory that the work adds, default allocator", ("case", "candidate", "MB"), rows
 
 
-SECTIONS = {"params": params, "loss": loss, **{s: partial(timings, section=s) for s in CASES}, "memory": memory}
+SECTIONS = {
+    "params": params,
+    "loss": loss,
+    **{s: partial(timings, section=s) for s in CASES},
+    "step": step,
+    "memory": memory,
+}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # python bench.py
