@@ -166,7 +166,7 @@ def copy(*_):
 def generate(name, context):
     model = MODELS[name](MODELS[name].SIZES["tiny"]).requires_grad_(False)
     state = model(torch.randint(V, (1, context)))[2]
-    return lambda: model.step(torch.zeros(1, dtype=torch.long), state)
+    return torch.no_grad()(lambda: model.step(torch.zeros(1, dtype=torch.long), state))
 
 
 COPY = "memory copy, 256 MB"

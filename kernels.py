@@ -651,8 +651,8 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
         |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
-        The state after the last token. Without gradients it is folded, so that k and v hold fewer than 64 tokens however
-        long the past. With gradients they are all T tokens, and the next call folds them: a training step, which drops
+        The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64 tokens however
+        long the past. Else they are all T tokens, and the next call folds them: a training step, which drops
         the state, does not pay for it.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend.
@@ -678,7 +678,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     mass = mass + flat_k.square().sum(-1, keepdim=True).cumsum(2)[:, :, -T:]  # (B, H, T, 1): sum_{j<=i} |k_j|^2
     o = s[..., :-1] / (s[..., -1:] + BORN_FLOOR * mass + TINY)
     state = (S, k, v)
-    if not torch.is_grad_enabled():
+    if not o.requires_grad:
         S, k, v = born_fold(state)
         state = S, k.clone(), v.clone()  # not views, which would keep the whole sequence
     return torch.stack(o.chunk(2, -1), -1), state
