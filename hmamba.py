@@ -365,8 +365,8 @@ class HMamba(nn.Module):
         return c.L * c.H * c.N * (14 if c.field == "complex" else 6)
 
     def flops_per_token(self, seq):
-        """Forward and backward flops a token at any sequence length `seq`: 6 per weight of the projections, convolutions and tied head, and the
-        recurrence. Element-wise work and recomputation under activation checkpointing are not counted."""
+        """Forward and backward flops a token, the same at every sequence length `seq`: 6 per weight of the projections,
+        convolutions and tied head, and the recurrence. Element-wise work and recomputation are not counted."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, nn.Conv1d)))
         head = {"softmax": 1, "mos": MOS_COMPONENTS, "born": 2}[self.config.head] * self.embedding.weight.numel()
         return 6 * (weights + head) + 3 * self.mixing_flops()

@@ -651,9 +651,9 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
         |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
-        The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64 tokens however
-        long the past. Else they are all T tokens, and the next call folds them: a training step, which drops
-        the state, does not pay for it.
+        The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
+        tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
+        drops the state, does not pay for it.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend.
     """

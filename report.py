@@ -63,8 +63,9 @@ def steps_to_target(steps, losses, target):
 def targets_table(logs):
     """Markdown table of steps to each target (QS table 6), the ratio to the first model (QS table 5), and the last loss.
 
-    `logs` is a list of event lists. The ratio is formed between runs of equal data, size and seed: this model's steps divided
-    by the first model's, so that with `--model hmamba,mamba` 3.0 means that Mamba needs three times as many. The last column is over the whole split."""
+    `logs` is a list of event lists. The ratio is formed between runs of equal data, size and seed: this model's steps
+    divided by the first model's, so that with `--model hmamba,mamba` 3.0 means that Mamba needs three times as many. The
+    last column is over the whole split."""
     first, rows = {}, []
     for events in logs:
         settings = events[0]["settings"]
