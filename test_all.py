@@ -2041,15 +2041,22 @@ def test_micro_batches_change_nothing(program):
 
 
 def test_two_processes_equal_accumulation(program, tmp_path):
-    """torchrun with two ranks and two micro-batches each equals one process with four; a sweep of both models."""
-    argv = [*SMALL, "--model", "hmamba:D=32:L=1:H=2:N=4,mamba:D=32:L=1:H=2:N=4", "--micro", "2", "--steps", "3"]
+    """torchrun with two ranks and two micro-batches each equals one process with four; a sweep of every cell."""
+    small = ":D=32:L=1:H=2:N=4"
+    cells = [
+        f"htransformer{small}:field={field}:score={score}"
+        for field in ("complex", "real")
+        for score in ("born", "softmax")
+    ]
+    models = ",".join([f"hmamba{small}", f"mamba{small}", *cells, f"transformer{small}:head=8"])
+    argv = [*SMALL, "--model", models, "--micro", "2", "--steps", "3"]
     assert program(train, *argv, "--out", "one")[0] == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*torchrun, ROOT / "train.py", *argv, "--out", "two"], env=ENV, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("steps of 256 tokens") == 2  # one rank speaks
+    assert done.stdout.count("steps of 256 tokens") == 7  # one rank speaks
     names = sorted(p.name for p in (tmp_path / "one").iterdir())
     assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
     for name in names:
