@@ -219,9 +219,9 @@ class TransformerBlock(nn.Module):
         t = torch.arange(before, before + T, device=x.device, dtype=torch.float32)
         frequency = 10000 ** (-torch.arange(0, c.head, 2, device=x.device, dtype=torch.float32) / c.head)
         angle = t.unsqueeze(-1) * frequency  # (T, head / 2)
-        cos, sin = angle.cos(), angle.sin()
-        re, im = qkv[:2].float().chunk(2, -1)  # a pair is (i, i + head / 2): a permutation of (2i, 2i + 1), and faster
-        q, k = torch.cat((re * cos - im * sin, re * sin + im * cos), -1).to(qkv.dtype)
+        # A pair is (i, i + head / 2), a permutation of (2i, 2i + 1): (re, im) -> (re cos - im sin, im cos + re sin).
+        cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+        q, k = (qkv[:2].float() * cos + qkv[:2].float().roll(c.head // 2, -1) * sin).to(qkv.dtype)
         y, state = softmax_attention(q, k, qkv[2], state)
         x = x + self.out_proj(y.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.silu(self.mlp_in(self.mlp_norm(x)))), state
