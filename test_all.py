@@ -2584,3 +2584,12 @@ def test_readme_table_is_what_the_logs_say(program):
         code, out, _ = program(report, *sorted(ROOT.glob(pattern)))
         assert code == 0
         assert out.strip() == table.strip()
+
+
+def test_readme_factors_are_what_the_benchmark_printed():
+    section = README.split("### Speed on a CPU")[1].split("\n## ")[0]
+    factors = re.findall(r"\b(\d\.\d\d)x", section)
+    assert len(factors) >= 5
+    measured = (ROOT / "results/bench_cpu.md").read_text()
+    for factor in factors:
+        assert f"| {factor} |" in measured, factor
