@@ -2108,6 +2108,10 @@ def test_eval_only_judges_the_best_checkpoint(program):
     logged = report.read_log("run")[-1]
     assert (logged["event"], logged["split"], logged["checkpoint"]) == ("eval", "test", "best.pt")
     assert logged["val_loss"] == pytest.approx(expected, rel=1e-6)
+    with open("run/log.jsonl", "a") as f:
+        f.write('{"event": "train"')  # a line that a kill cut short does not swallow the next one
+    assert program(train, "--resume", "run", "--eval_only", "--split", "val")[0] == 0
+    assert report.read_log("run")[-1]["split"] == "val"
 
 
 def test_learning_rate():
@@ -2403,6 +2407,9 @@ def test_generation_is_the_model_step_by_step(monkeypatch):
     """Greedy generation equals the argmax of the full pass over prompt and answer, also with a prompt of two chunks."""
     model = make("hmamba", L=1)
     torch.nn.init.normal_(model.embedding.weight)  # clear-cut scores
+    with torch.no_grad():  # what came before counts
+        model.layers[0].param_proj.weight.mul_(20)
+        model.layers[0].out_proj.weight.mul_(20)
     monkeypatch.setattr(sample, "PREFILL", 7)
     prompt = text_batch(1, 40)[0].tolist()
     answer = list(sample.generate(model, prompt, 20, temperature=0))

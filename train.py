@@ -232,6 +232,8 @@ class Log:
             kept = [e for e in events if e["step"] <= keep and e["event"] not in ("final", "sample")]
             with data.explain(f"write {self.path}"):
                 data.replace_file(self.path, lambda f: f.write("".join(json.dumps(e) + "\n" for e in kept).encode()))
+        elif rank == 0 and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self.path.write_text(self.path.read_text(errors="replace") + "\n")  # after a line that a kill cut short
 
     def write(self, event, step, tokens, **values):
         if rank == 0:
@@ -460,8 +462,7 @@ def train(s, corpus, device, single, checkpoint=None):
             exit_on_signal()
     bar.close()
 
-    everything = np.arange(val_windows)
-    loss = evaluate(model, val_tokens, everything, s, device)
+    loss = evaluate(model, val_tokens, np.arange(val_windows), s, device)
     if not math.isfinite(loss):
         raise InputError(f"the loss after step {step} is {loss}: the last update diverged; lower --lr ({folder})")
     memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
