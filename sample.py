@@ -8,12 +8,15 @@ Also the home of MODELS, of model specs ("hmamba:N=4") and of the one checkpoint
 
 import codecs
 import json
+import platform
+import subprocess
 import sys
 import time
 import unicodedata
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import hmamba
@@ -28,14 +31,20 @@ PREFILL = 4096  # prompt tokens read in one pass
 def parse_spec(spec, size, vocab_size):
     """Model spec and size -> (model class, config). A spec is NAME or NAME:key=value:key=value, keys are Config fields.
 
-    Raises InputError for an unknown name, size or key, and for a value that the model refuses."""
-    name, *pairs = spec.split(":")
+    Raises InputError for an unknown name or size, and as `configure` does."""
+    name = spec.split(":")[0]
     if name not in MODELS:
         raise InputError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     model_class = MODELS[name]
     if size not in model_class.SIZES:
         raise InputError(f"{name} has no size {size!r}; known: {', '.join(model_class.SIZES)}")
-    types = {f.name: f.type for f in fields(model_class.Config) if f.name != "V"}  # V comes from the data
+    return model_class, configure(spec, replace(model_class.SIZES[size], V=vocab_size))
+
+
+def configure(spec, config):
+    """`config` with the settings of a spec. Raises InputError for an unknown key, and for a value that the model refuses."""
+    name, *pairs = spec.split(":")
+    types = {f.name: f.type for f in fields(config) if f.name not in ("V", "classes")}  # those come from the data
     values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -48,7 +57,7 @@ def parse_spec(spec, size, vocab_size):
         except ValueError:
             raise InputError(f"{name}: {key}={value} is not {types[key].__name__}") from None
     try:
-        return model_class, replace(model_class.SIZES[size], V=vocab_size, **values)
+        return replace(config, **values)
     except ValueError as e:
         raise InputError(f"{name}: {e}") from None
 
@@ -66,6 +75,20 @@ def pick_device(name):
     if not there.get(device.type):
         raise InputError(f"no {name} device is available to PyTorch here; use --device cpu (or auto)")
     return device
+
+
+def provenance(device):
+    """What runs: code revision ("-dirty" if changed, None outside a git checkout), versions, device."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        git = None
+    return {
+        "git": git, "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
+    }  # fmt: skip
 
 
 def read_checkpoint(path, names=("best.pt", "last.pt")):

@@ -1,0 +1,372 @@
+"""Three tasks with a discrete state: train on short sequences, test on longer ones.
+
+    python tasks.py --task mod3                                     CSP-Vanilla, 40 epochs: two minutes
+    python tasks.py --task parity --model csp-fast,rnn,hmamba --seeds 1-3
+    python tasks.py --task all --model all --seeds 42-46 --epochs 300     the paper's tables 1-5
+
+Paper: "State Propagation Also Satisfies: A Complex-Valued State-Space Model for Deterministic State Tracking" (CSP),
+section 3 and appendix A. Every position is scored: the target at t is a function of the symbols up to t.
+
+parity       bits, fair and independent; their sum mod 2. mod3, mod5, ...: mod any other number from 2 to 99
+dyck1        brackets; 1 as long as the prefix can be completed, 0 from the first bracket too many. Half of the sequences
+             are drawn among those that stay valid to the end, half freely: 65 % of the targets are 1 at length 16, 58 % at
+             64. The paper says "balanced" and no more
+dyck1-iid    all drawn freely: 29 % and 17 %
+An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the mean over positions and 1,000 sequences.
+
+Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
+repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). Settings as in train.py:
+csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped.
+"""
+
+import json
+import math
+import re
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+import csp
+import data
+import report
+import sample
+from data import InputError, Parser, command_line
+
+PAPER_TASKS = ("parity", "mod3", "dyck1")
+STEPS = 78  # full batches in 5,000 samples, CSP section 3.1
+CLIP, L2 = 1.0, 1e-7  # CSP section 3.1; appendix E.3 says 1e-4
+EVAL_SAMPLES, WATCH_SAMPLES = 1000, 256  # at the end; while training
+
+
+@dataclass
+class Settings:
+    """What a run depends on. Seeds are trained together, and each as if it were alone."""
+
+    model: str
+    task: str
+    seed: int
+    epochs: int
+    train_length: int
+    lengths: list
+    batch: int
+    lr: float
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tasks
+
+
+def num_classes(task):
+    """Classes of a task. Raises InputError if there is no such task."""
+    if task in ("parity", "dyck1", "dyck1-iid"):
+        return 2
+    if re.fullmatch(r"mod([2-9]|[1-9]\d)", task):
+        return int(task[3:])
+    raise InputError(
+        f"unknown task {task!r}; known: parity, mod2 ... mod99, dyck1, dyck1-iid, and all for the paper's three"
+    )
+
+
+@lru_cache(maxsize=16)
+def chance_to_open(length):
+    """p[n, depth]: the share that begins with an opening bracket, among the sequences of n more brackets that never go
+    below depth 0, all equally likely."""
+    ways = np.ones((length + 1, length + 2))  # ways[n, depth], scaled by 2^-n
+    p = np.ones((length + 1, length + 1))
+    for n in range(1, length + 1):
+        up, down = ways[n - 1, 1:] / 2, np.concatenate(([0], ways[n - 1, :length] / 2))
+        p[n] = (up / (up + down))[: length + 1]
+        ways[n, : length + 1] = up + down
+        ways[n, length + 1] = 1.0  # never reached
+    return p
+
+
+def make_batch(task, n, length, stream):
+    """n sequences and their targets, (n, length) int64 each. `stream` is a tuple of integers that seeds them: numpy has
+    frozen what RandomState draws, so that a run has the same data everywhere."""
+    rng = np.random.RandomState(stream)
+    x = rng.randint(0, 2, (n, length))
+    if not task.startswith("dyck1"):
+        return x, x.cumsum(1) % num_classes(task)
+    if task == "dyck1":
+        p, draws, valid = chance_to_open(length), rng.random_sample((n, length)), rng.randint(0, 2, n) == 1
+        depth = np.zeros(n, dtype=np.int64)
+        for t in range(length):
+            opens = draws[:, t] < p[length - t, depth]
+            depth += np.where(opens, 1, -1)
+            x[valid, t] = 1 - opens[valid]
+    return x, (np.minimum.accumulate((1 - 2 * x).cumsum(1), 1) >= 0).astype(np.int64)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+class LanguageModel(nn.Module):
+    """A model of sample.MODELS with the interface of csp.py; one seed, no dropout."""
+
+    def __init__(self, model, classes):
+        super().__init__()
+        self.model, self.classes = model, classes
+
+    def forward(self, idx, generators=None):
+        return self.model(idx[0])[0][None, ..., : self.classes]
+
+
+def build(spec, classes, seeds):
+    """The model of a spec for all seeds at once, or for the first alone if it is a language model."""
+    name, *pairs = spec.split(":")
+    if name not in csp.MODELS | sample.MODELS:
+        raise InputError(
+            f"unknown model {name!r}; known: {', '.join(csp.MODELS | sample.MODELS)}, and all for the paper's six"
+        )
+    if name in csp.MODELS:
+        config = sample.configure(spec, csp.MODELS[name].Config(classes=classes))
+        return csp.stack_seeds(csp.MODELS[name], config, seeds)
+    given = {pair.partition("=")[0] for pair in pairs}
+    pairs += [f"{key}={value}" for key, value in (("D", csp.WIDTH), ("L", 3)) if key not in given]
+    model_class, config = sample.parse_spec(":".join([name, *pairs]), "tiny", max(csp.VOCAB, classes))
+    torch.manual_seed(seeds[0])
+    return LanguageModel(model_class(config), classes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def batches(task, seeds, n, length, stream, device):
+    """make_batch for each seed, stacked: x and y (S, n, length)."""
+    pairs = [make_batch(task, n, length, (seed, *stream)) for seed in seeds]
+    return [torch.from_numpy(np.stack(z)).to(device) for z in zip(*pairs)]
+
+
+@torch.no_grad()
+def accuracy(model, task, seeds, n, length, device):
+    """Share of right answers by position, (S, length). Epoch 0, which training does not use, holds these sequences."""
+    x, y = batches(task, seeds, n, length, (0, length), device)
+    right = [model(x_part).argmax(-1) == y_part for x_part, y_part in zip(x.split(250, 1), y.split(250, 1))]
+    return torch.cat(right, 1).float().mean(1).cpu()
+
+
+def update(model, optimizer, loss):
+    """One step for all seeds. loss (S,). A seed whose gradient is not finite keeps its weights and its optimizer state.
+
+    Returns the gradient norms before clipping, (S,)."""
+    optimizer.zero_grad()
+    loss.sum().backward()
+    S, grads = len(loss), [p.grad for p in model.parameters()]
+    norm = torch.stack([g.reshape(S, -1).square().sum(1) for g in grads]).sum(0).sqrt()
+    good = norm.isfinite()
+    scale = (CLIP / (norm + 1e-6)).clamp(max=1)
+    for g in grads:
+        g.mul_(scale.view(S, *[1] * (g.dim() - 1)))
+    if good.all():
+        optimizer.step()
+    elif good.any():
+        moments = [v for state in optimizer.state.values() for v in (state["exp_avg"], state["exp_avg_sq"])]
+        kept = [(v, v[~good].clone()) for v in [*(p.data for p in model.parameters()), *moments]]
+        optimizer.step()
+        for v, old in kept:
+            v[~good] = old
+    return norm
+
+
+def token_angles(model, task, seeds, device):
+    """What each CSP block has learnt to turn its state by at each symbol: the circular mean over the positions of 256
+    sequences, in radians, and the length of the mean vector (1: always the same angle). {} if it has no such angle."""
+    if not isinstance(model, csp.CSPVanilla) or model.config.theta not in ("cumulative", "step"):
+        return {}
+    x, _ = batches(task, seeds, WATCH_SAMPLES, 16, (0, 16), device)
+    angles = []
+    hooks = [
+        block.register_forward_pre_hook(lambda block, args: angles.append(block.angle(args[0]).flatten(2)))
+        for block in model.blocks
+    ]
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    theta = []
+    for i in range(len(seeds)):
+        blocks = []
+        for angle in angles:
+            means = [torch.polar(torch.ones_like(angle[i]), angle[i])[x[i] == symbol].mean() for symbol in (0, 1)]
+            blocks.append([[round(float(m.angle()), 4), round(float(m.abs()), 4)] for m in means])
+        theta.append(blocks)
+    return {"theta": theta}
+
+
+def train(s, seeds, device):
+    """Trains `seeds` of one model on one task. Returns the events of each seed's log."""
+    classes = num_classes(s.task)
+    model = build(s.model, classes, seeds).to(device)
+    S, start = len(seeds), time.time()
+    optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=device.type != "mps")
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]  # of the dropout
+    x, y = batches(s.task, seeds, EVAL_SAMPLES, max(s.lengths), (0, max(s.lengths)), device)
+    header = {
+        "event": "header", "step": 0, "tokens": 0, "time_s": 0.0, "trained_together": seeds,
+        "params": {"total": sum(p.numel() for p in model.parameters()) // S},
+        "data": {"name": s.task, "classes": classes, "shares": (torch.bincount(y.flatten(), minlength=classes) / y.numel()).tolist()},
+    } | sample.provenance(device)  # fmt: skip
+    logs = [[header | {"settings": asdict(replace(s, seed=seed))}] for seed in seeds]
+
+    def write(event, epoch, **values):
+        """`values` hold one entry for each seed, or one for all."""
+        step = epoch * STEPS
+        common = {"event": event, "step": step, "tokens": step * s.batch * s.train_length,
+                  "time_s": round(time.time() - start, 1), "epoch": epoch}  # fmt: skip
+        for i, log in enumerate(logs):
+            log.append(common | {k: v[i] if isinstance(v, list) else v for k, v in values.items()})
+
+    log_every, skipped = max(1, s.epochs // 60), torch.zeros(S, dtype=torch.int64)
+    seen = []  # (loss, gradient norm) of the steps since the last log line
+    name = f"{s.model} {s.task} seed {','.join(map(str, seeds))}"
+    with tqdm(total=s.epochs * STEPS, desc=name, unit="step", disable=None, leave=False) as bar:
+        for epoch in range(1, s.epochs + 1):
+            lr = s.lr * 0.5 * (1 + math.cos(math.pi * (epoch - 1) / s.epochs))
+            optimizer.param_groups[0]["lr"] = lr
+            model.train()
+            for step in range(STEPS):
+                x, y = batches(s.task, seeds, s.batch, s.train_length, (epoch, step), device)
+                logits = model(x, generators)
+                loss = F.cross_entropy(logits.flatten(0, 2), y.flatten(), reduction="none").view(S, -1).mean(1)
+                norm = update(model, optimizer, loss)
+                skipped += ~norm.isfinite().cpu()
+                seen.append(torch.stack((loss.detach(), norm)))
+                bar.update()
+            if epoch % log_every == 0 or epoch == s.epochs:
+                model.eval()
+                acc = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device).mean(1)
+                losses, norms = torch.stack(seen, 1).cpu()  # (steps, S)
+                rounded = {
+                    "loss": losses.mean(0), "grad_norm": norms.mean(0), "grad_max": norms.amax(0), "acc": acc
+                }  # fmt: skip
+                write("train", epoch, lr=round(lr, 8), skipped=skipped.tolist(),
+                      **{k: [float(f"{v:.5g}") for v in values.tolist()] for k, values in rounded.items()})  # fmt: skip
+                seen.clear()
+                bar.set_postfix_str(f"acc {acc.min():.3f}-{acc.max():.3f}" if S > 1 else f"acc {acc[0]:.3f}")
+    model.eval()
+    for length in s.lengths:
+        by_position = accuracy(model, s.task, seeds, EVAL_SAMPLES, length, device)
+        write("eval", s.epochs, length=length, acc=[round(v, 5) for v in by_position.mean(1).tolist()],
+              acc_by_pos=[[round(v, 3) for v in row] for row in by_position.tolist()])  # fmt: skip
+    write("final", s.epochs, skipped=skipped.tolist(), **token_angles(model, s.task, seeds, device))
+    return logs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_seeds(text):
+    """ "42-46" or "1,2,7" -> a list. Raises InputError."""
+    seeds = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not found:
+            raise InputError(f"--seeds {text!r} is no list of numbers and ranges, such as 42-46 or 1,2,7")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if not first <= last < 2**32 or last - first >= 1000:
+            raise InputError(f"--seeds {part}: a range goes up, to less than 2^32, and holds at most 1000")
+        seeds += range(first, last + 1)
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"--seeds {text} names a seed twice")
+    return seeds
+
+
+def parse_lengths(text):
+    try:
+        lengths = sorted({int(v) for v in text.split(",")})
+    except ValueError:
+        raise InputError(f"--lengths {text!r} is no list of numbers, such as 16,32,64") from None
+    if lengths[0] < 1 or lengths[-1] > 65536:
+        raise InputError("--lengths must lie between 1 and 65536")
+    return lengths
+
+
+def run_folder(out, s):
+    return out / re.sub("[:=]", "_", f"{s.model}-{s.task}-s{s.seed}")
+
+
+def finished(folder, s):
+    """The log of a finished run in `folder`, or None. Raises InputError if its settings were others."""
+    if not (folder / "log.jsonl").exists():
+        return None
+    events = report.read_log(folder)
+    before, now = events[0]["settings"], asdict(s)
+    if before != now:
+        changed = [f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k]]
+        raise InputError(
+            f"{folder} holds a run of other settings ({'; '.join(changed)}): give another --out, or remove it"
+        )
+    return events if events[-1]["event"] == "final" else None
+
+
+def save(folder, events):
+    """Writes the log of a finished run, whole or not at all."""
+    text = "".join(json.dumps(event) + "\n" for event in events).encode()
+    with data.explain(f"write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        data.replace_file(folder / "log.jsonl", lambda f: f.write(text))
+
+
+def main():
+    parser = Parser(description=__doc__)
+    parser.add_argument("--task", default="mod3", help="a task, a comma-separated list, or all (default: %(default)s)")
+    parser.add_argument("--model", default="csp-vanilla", help="a model spec, a list, or all (default: %(default)s)")
+    parser.add_argument("--seeds", default="42", help="seeds, such as 42-46 or 1,2,7 (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=40, help="the paper trains 300 (default: %(default)s)")
+    parser.add_argument("--train_length", type=int, default=16, help="length to train at (default: %(default)s)")
+    parser.add_argument("--lengths", default="16,32,48,64", help="lengths to test at (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="sequences a step and seed (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of Adam, cosine to 0 (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
+    parser.add_argument("--out", help="folder for runs, tables and figures (default: runs/tasks-EPOCHS)")
+    args = parser.parse_args()
+    seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
+    models = list(csp.MODELS) if args.model == "all" else args.model.split(",")
+    tasks = PAPER_TASKS if args.task == "all" else args.task.split(",")
+    wrong = [
+        (args.epochs < 1, "--epochs must be at least 1"),
+        (not 1 <= args.train_length <= 65536, "--train_length must lie between 1 and 65536"),
+        (args.batch < 1, "--batch must be at least 1"),
+        (not 0 < args.lr < math.inf, "--lr must be above 0"),
+        (len(set(models)) < len(models), "--model names a model twice"),
+        (len(set(tasks)) < len(tasks), "--task names a task twice"),
+    ]
+    for is_wrong, message in wrong:
+        if is_wrong:
+            raise InputError(message)
+    device = sample.pick_device(args.device)
+    for task in tasks:
+        for spec in models:
+            build(spec, num_classes(task), seeds[:1])  # before any work: is each spec right?
+    out, logs = Path(args.out or f"runs/tasks-{args.epochs}"), []
+    for task in tasks:
+        for spec in models:
+            settings = [
+                Settings(spec, task, seed, args.epochs, args.train_length, lengths, args.batch, args.lr)
+                for seed in seeds
+            ]
+            done = {s.seed: finished(run_folder(out, s), s) for s in settings}
+            todo = [s for s in settings if done[s.seed] is None]
+            together = len(todo) if spec.split(":")[0] in csp.MODELS else 1
+            for i in range(0, len(todo), max(1, together)):
+                group = todo[i : i + together]
+                for s, events in zip(group, train(group[0], [s.seed for s in group], device)):
+                    save(run_folder(out, s), events)
+                    done[s.seed] = events
+            logs += done.values()
+    print(len(logs))
+
+
+if __name__ == "__main__":
+    command_line(main)
