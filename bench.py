@@ -6,7 +6,7 @@
 sections   params  parameters at every size             loss  untrained loss, to be compared with ln 256
            train   a training step, beside peers        scan  the scans alone, against the copy bandwidth
            born    Born attention's forms over lengths  step  one generated token, at two contexts
-           memory  peak memory of what train and scan time
+           tasks   a step of the models of csp.py       memory  peak memory of what train and scan time
 times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
            caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio.
 allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
@@ -22,6 +22,7 @@ import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -31,6 +32,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import csp
+import tasks
 from data import Parser, command_line, explain
 from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
 from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
@@ -169,6 +172,21 @@ def generate(name, context):
     return torch.no_grad()(lambda: model.step(torch.zeros(1, dtype=torch.long), state))
 
 
+def train_task(name):
+    """Five seeds at once, and each step with its own data, as tasks.py trains."""
+    seeds, steps = range(42, 47), count(1)
+    model = tasks.build(name, 2, seeds)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def once():
+        x, y = tasks.batches("parity", seeds, 64, 16, (1, next(steps)), "cpu")
+        losses = F.cross_entropy(model(x, generators).flatten(0, 2), y.flatten(), reduction="none")
+        tasks.update(model, optimizer, losses.view(len(seeds), -1).mean(1))
+
+    return once
+
+
 COPY = "memory copy, 256 MB"
 MAMBAS = {
     "nanoHilbert Mamba, mlp=0": train_mamba,
@@ -215,6 +233,7 @@ CASES = {  # section: {title: (candidates; shape; float32 numbers that have to m
         ),
     },
     "born": {f"two heads, {TOKENS // T} times {T} tokens": (BORN, (T,), None) for T in (256, 1024, 2048, 4096, TOKENS)},
+    "tasks": {"task models, five seeds": ({name: partial(train_task, name) for name in csp.MODELS}, (), None)},
     "step": {"one generated token, size tiny": (STEPS, (), None)},
 }
 
@@ -329,6 +348,7 @@ def timings(args, section):
             "train": f", V{V} D{D} L{L} N{N}: forward, backward, AdamW",
             "scan": ": forward, backward",
             "born": f", N{N}: forward, backward",
+            "tasks": " of 64 sequences of length 16 together: data, forward, backward, clipping, Adam",
             "step": "",
         }
         columns = ["candidate", "ms (min - max)", "time / first", "ms, default allocator", "time / first"]

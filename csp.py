@@ -165,13 +165,15 @@ def scan(delta, c, method):
     if method == "associative":
         h, _ = complex_scan(-delta.flatten(0, 1), None, (torch.exp(-delta) * c).flatten(0, 1))
         return h.view_as(c)
-    log_A = -delta.cumsum(2)  # (S, B, T, 1), line 14
-    shifted = log_A + delta  # line 15
     if method == "printed":
-        return log_A.exp() * (c / (shifted.exp() + EPS)).cumsum(2)  # line 16
-    future = torch.ones(c.shape[2], c.shape[2], dtype=torch.bool, device=c.device).triu(1)
-    decay = (log_A - shifted.transpose(2, 3)).masked_fill(future, -math.inf)  # before exp: the future would overflow
-    return decay.exp() @ c  # eq. 22
+        A = (-delta.cumsum(2)).exp()  # line 14
+        A_shift = (delta - delta.cumsum(2)).exp()  # line 15
+        return A * (c / (A_shift + EPS)).cumsum(2)  # line 16
+    T = c.shape[2]
+    future = torch.ones(T, T, dtype=torch.bool, device=c.device).triu(1)
+    # log A_t - log A_shift_i summed from i to t: as a difference of two long sums it would lose digits.
+    log_decay = -delta.expand(*c.shape[:3], T).tril().cumsum(2)
+    return log_decay.masked_fill(future, -math.inf).exp() @ c  # eq. 22; masked before exp, or the future overflows
 
 
 class NormalisedScan(torch.autograd.Function):

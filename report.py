@@ -1,6 +1,7 @@
-"""Reads the logs of train.py: steps to a target loss, their ratios, learning curves.
+"""Reads the logs of train.py and tasks.py: steps to a target loss, their ratios, learning curves; length generalization.
 
     python report.py runs/hmamba-stdlib-tiny-s1 runs/mamba-stdlib-tiny-s1 --out curves.png
+    python report.py runs/tasks-40/* --out figures
 
 Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section
 8.1 and tables 5-6. bpc, bits per character, is the loss in nats per byte divided by ln 2.
@@ -8,6 +9,7 @@ Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence M
 
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -109,18 +111,272 @@ def plot_curves(logs, out):
     plt.close(fig)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Tasks (CSP section 3, appendices A and B)
+
+# CSP tables 2-4: mean accuracy at lengths 16, 32, 48 and 64, then the five seeds at 64. Table 1 prints other means at 16 and 32.
+PAPER_LENGTHS = (16, 32, 48, 64)
+PAPER_TASKS = {
+    "parity": {
+        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "complex-rnn": ((1.000, 0.999, 0.998, 0.995), (1.000, 0.982, 0.995, 0.998, 1.000)),
+        "csp-vanilla": ((1.000, 0.970, 0.884, 0.782), (0.731, 0.716, 1.000, 0.737, 0.724)),
+        "csp-fast": ((1.000, 0.960, 0.891, 0.756), (0.895, 0.628, 0.775, 0.759, 0.721)),
+        "signed-mamba": ((0.971, 0.824, 0.743, 0.661), (0.677, 0.666, 0.696, 0.595, 0.673)),
+        "decoder": ((0.973, 0.729, 0.649, 0.606), (0.615, 0.602, 0.592, 0.616, 0.603)),
+    },
+    "mod3": {
+        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "complex-rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "csp-vanilla": ((1.000, 0.965, 0.927, 0.927), (0.978, 0.836, 0.997, 0.826, 0.996)),
+        "csp-fast": ((1.000, 0.888, 0.799, 0.684), (0.697, 0.663, 0.623, 0.746, 0.691)),
+        "signed-mamba": ((1.000, 0.642, 0.608, 0.564), (0.569, 0.570, 0.571, 0.563, 0.549)),
+        "decoder": ((1.000, 0.541, 0.509, 0.484), (0.485, 0.484, 0.480, 0.481, 0.492)),
+    },
+    "dyck1": {
+        "rnn": ((1.000, 1.000, 0.994, 0.988), (0.994, 0.987, 0.995, 0.976, 0.985)),
+        "complex-rnn": ((1.000, 0.990, 0.981, 0.967), (0.983, 0.973, 0.980, 0.937, 0.961)),
+        "csp-vanilla": ((1.000, 0.899, 0.864, 0.845), (0.748, 0.785, 0.850, 0.934, 0.907)),
+        "csp-fast": ((0.997, 0.919, 0.890, 0.871), (0.917, 0.916, 0.840, 0.751, 0.931)),
+        "signed-mamba": ((1.000, 0.931, 0.901, 0.907), (0.958, 0.960, 0.868, 0.892, 0.857)),
+        "decoder": ((1.000, 0.929, 0.917, 0.926), (0.919, 0.987, 0.979, 0.973, 0.769)),
+    },
+}
+PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", "decoder")
+# Two-sided 95 % quantiles of Student's t for 1 ... 30 degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+       2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+
+
+def markdown(head, rows):
+    cells = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in cells)
+
+
+def mean_interval(values):
+    """Mean and half-width of its 95 % confidence interval (Student's t); the half-width is None for a single value."""
+    n, mean = len(values), statistics.fmean(values)
+    if n < 2:
+        return mean, None
+    return mean, T95[min(n - 1, len(T95)) - 1] * statistics.stdev(values) / math.sqrt(n)
+
+
+def group_tasks(logs):
+    """{task: {model: {seed: events}}}, the paper's models first, then in the order of `logs`. Raises InputError if the runs do not belong in one table."""
+    known = {model: i for i, model in enumerate(PAPER_ORDER)}
+    logs = sorted(logs, key=lambda e: (known.get(e[0]["settings"]["model"], len(known)), e[0]["settings"]["seed"]))
+    groups, first = {}, {k: v for k, v in logs[0][0]["settings"].items() if k not in ("model", "task", "seed")}
+    for events in logs:
+        s = events[0]["settings"]
+        other = [k for k in first if s.get(k) != first[k]]
+        if other:
+            k = other[0]
+            raise InputError(f"runs of different protocols do not go into one table: {k} is {first[k]} and {s.get(k)}")
+        if events[-1]["event"] != "final":
+            raise InputError(f"the run of {s['model']} on {s['task']}, seed {s['seed']}, is not finished: run it again")
+        if groups.setdefault(s["task"], {}).setdefault(s["model"], {}).setdefault(s["seed"], events) is not events:
+            raise InputError(f"two runs of {s['model']} on {s['task']} with seed {s['seed']}: name one of them")
+    return groups
+
+
+def accuracies(events):
+    """{length: accuracy} of a finished run."""
+    return {e["length"]: e["acc"] for e in events if e["event"] == "eval"}
+
+
+def task_tables(logs):
+    """Markdown: accuracy by length with the paper's (CSP tables 1-4), spread over seeds (table 5), paired differences,
+    every seed, and the rotation that CSP learnt for each symbol."""
+    groups, s = group_tasks(logs), logs[0][0]["settings"]
+    lengths, longest = s["lengths"], s["lengths"][-1]
+    text = [
+        (
+            f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean over the "
+            f"seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
+        )
+    ]
+    every_seed, spread, paired, angles, skipped = [], [], [], [], 0
+    for task, models in groups.items():
+        rows, first = [], None
+        for model, runs in models.items():
+            acc = {seed: accuracies(events) for seed, events in runs.items()}
+            paper, _ = PAPER_TASKS.get(task, {}).get(model, ((), ()))
+            printed, cells = dict(zip(PAPER_LENGTHS, paper)), []
+            for length in lengths:
+                values = [a[length] for a in acc.values()]
+                cell = f"{statistics.fmean(values):.3f}"
+                cell += f" ({min(values):.3f}-{max(values):.3f})" if len(values) > 1 else ""
+                cells.append(cell + (f" *{printed[length]:.3f}*" if length in printed else ""))
+            parameters = next(iter(runs.values()))[0]["params"]["total"]
+            rows.append([model, f"{parameters:,}", len(runs), *cells])
+            every_seed += [[task, model, seed, *(f"{a[length]:.3f}" for length in lengths)] for seed, a in acc.items()]
+            last = {seed: a[longest] for seed, a in acc.items()}
+            if len(last) > 1:
+                theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1]
+                theirs = f"{statistics.stdev(theirs):.3f}" if theirs and longest == 64 else "-"
+                spread.append([task, model, len(last), f"{statistics.stdev(last.values()):.3f}", theirs])
+            first = first or (model, last)
+            differences = [last[seed] - first[1][seed] for seed in last if seed in first[1]]
+            if model != first[0] and len(differences) > 1:
+                mean, half = mean_interval(differences)
+                paired.append([task, f"{model} - {first[0]}", len(differences), f"{mean:+.3f} +- {half:.3f}"])
+            for seed, events in runs.items():
+                skipped += events[-1]["skipped"]
+                for i, block in enumerate(events[-1].get("theta", ())):
+                    (zero, sure0), (one, sure1) = block
+                    turn = (one - zero + math.pi) % (2 * math.pi) - math.pi
+                    angles.append([task, model, seed, i + 1, f"{zero:+.3f} ({sure0:.2f})", f"{one:+.3f} ({sure1:.2f})",
+                                   f"{turn / math.pi:+.3f}"])  # fmt: skip
+        at = [f"L={length}" for length in lengths]
+        text += [f"### {task}", markdown(["model", "parameters", "seeds", *at], rows)]
+    if paired:
+        text += [f"### Paired by seed, L={longest}", "Mean difference and 95 % interval (Student's t).",
+                 markdown(["task", "difference", "seeds", "accuracy"], paired)]  # fmt: skip
+    if spread:
+        text += [f"### Spread over the seeds, L={longest}", "Sample standard deviation; the paper's from its tables 2-4.",
+                 markdown(["task", "model", "seeds", "ours", "paper"], spread)]  # fmt: skip
+    text += ["### Every seed", markdown(["task", "model", "seed", *at], every_seed)]
+    if angles:
+        text += ["### What CSP turns its state by, at each symbol",
+                 ("Radians; in brackets how constant the angle is (1: always the same). The last column is the difference in "
+                 "units of pi: parity asks for 1, mod-3 for 2/3."),
+                 markdown(["task", "model", "seed", "block", "at 0", "at 1", "difference"], angles)]  # fmt: skip
+    text.append(f"Steps skipped because a gradient was not finite: {skipped} of all runs.")
+    return "\n\n".join(text)
+
+
+def pyplot():
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+                         "legend.frameon": False, "font.size": 9, "savefig.dpi": 150})  # fmt: skip
+    return plt
+
+
+def save_figure(plt, fig, path):
+    fig.tight_layout()
+    with explain(f"write {path}"):
+        fig.savefig(path)
+    plt.close(fig)
+
+
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+
+
+def plot_lengths(task, models, path):
+    """Accuracy by length and, at the longest, by position (CSP figures 3-5): means as lines, seeds as points or thin lines."""
+    plt = pyplot()
+    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for i, (model, runs) in enumerate(models.items()):
+        colour, acc = COLOURS[i % len(COLOURS)], [accuracies(events) for events in runs.values()]
+        lengths = sorted(acc[0])
+        left.plot(lengths, [statistics.fmean(a[n] for a in acc) for n in lengths], color=colour, label=model, lw=1.8)
+        for a in acc:
+            left.plot(lengths, [a[n] for n in lengths], ".", color=colour, alpha=0.5, ms=5)
+        by_position = [next(e["acc_by_pos"] for e in ev if e.get("length") == lengths[-1]) for ev in runs.values()]
+        for curve in by_position:
+            right.plot(range(1, len(curve) + 1), curve, color=colour, alpha=0.25, lw=0.7)
+        right.plot(range(1, lengths[-1] + 1), [statistics.fmean(c) for c in zip(*by_position)], color=colour, lw=1.8)
+    header = next(iter(runs.values()))[0]
+    for ax in (left, right):
+        ax.axvline(header["settings"]["train_length"], color="0.4", ls=":", lw=1)
+    right.axhline(max(header["data"]["shares"]), color="0.4", ls="--", lw=1)
+    left.set(xlabel="length of the test sequences", ylabel="accuracy", ylim=(-0.03, 1.03))
+    right.set(xlabel=f"position in sequences of length {lengths[-1]}")
+    left.legend(fontsize=8, loc="lower left")
+    seeds = sorted({len(runs) for runs in models.values()})
+    s = header["settings"]
+    fig.suptitle(
+        f"{task}: {s['epochs']} epochs at length {s['train_length']} (dotted), {'-'.join(map(str, seeds))} seeds a model; "
+        "dashed: always the commonest answer", fontsize=10,
+    )  # fmt: skip
+    save_figure(plt, fig, path)
+
+
+def plot_seeds(groups, path):
+    """Accuracy of every seed at the longest length beside the paper's (CSP appendix B)."""
+    plt = pyplot()
+    fig, axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups) + 1, 3.4), sharey=True, squeeze=False)
+    for ax, (task, models) in zip(axes[0], groups.items()):
+        for i, (model, runs) in enumerate(models.items()):
+            acc = [accuracies(events) for events in runs.values()]
+            longest = max(acc[0])
+            ax.plot([i - 0.15] * len(acc), [a[longest] for a in acc], "o", color=COLOURS[0], alpha=0.7, ms=5,
+                    label=None if i else "ours")  # fmt: skip
+            theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1] if longest == 64 else ()
+            ax.plot([i + 0.15] * len(theirs), theirs, "x", color=COLOURS[1], alpha=0.8, ms=5,
+                    label=None if i else "paper")  # fmt: skip
+        ax.set_xticks(range(len(models)), models, rotation=40, ha="right", fontsize=8)
+        ax.set_title(task, fontsize=10)
+    axes[0][0].set(ylabel=f"accuracy at length {longest}", ylim=(None, 1.03))
+    axes[0][-1].legend(fontsize=8, loc="lower left")
+    save_figure(plt, fig, path)
+
+
+def plot_dynamics(groups, model, path):
+    """Gradient norm and accuracy at the training length, by epoch (CSP figure 6)."""
+    plt = pyplot()
+    groups = {task: models[model] for task, models in groups.items() if model in models}
+    fig, axes = plt.subplots(
+        2, len(groups), figsize=(3.2 * len(groups) + 1, 4.2), sharex=True, sharey="row", squeeze=False
+    )
+    for (top, bottom), (task, runs) in zip(axes.T, groups.items()):
+        for i, (seed, events) in enumerate(runs.items()):
+            train = [e for e in events if e["event"] == "train"]
+            epochs, colour = [e["epoch"] for e in train], COLOURS[i % len(COLOURS)]
+            top.semilogy(epochs, [e["grad_max"] for e in train], color=colour, lw=1, label=f"seed {seed}")
+            bottom.plot(epochs, [e["acc"] for e in train], color=colour, lw=1)
+        top.set_title(f"{model}, {task}", fontsize=10)
+        bottom.set(xlabel="epoch")
+    axes[0][0].set(ylabel="largest gradient norm\nsince the last point")
+    axes[1][0].set(ylabel=f"accuracy at length {events[0]['settings']['train_length']}")
+    axes[0][-1].legend(fontsize=7)
+    save_figure(plt, fig, path)
+
+
+def task_report(logs, out):
+    """Prints the tables and writes them, with the figures, into the folder `out`. Returns the paths."""
+    groups, text = group_tasks(logs), task_tables(logs)
+    with explain(f"write {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "tables.md").write_text(text + "\n", encoding="utf-8")
+    paths = [out / "tables.md"]
+    for task, models in groups.items():
+        paths.append(out / f"lengths-{task}.png")
+        plot_lengths(task, models, paths[-1])
+    models = list(dict.fromkeys(model for models in groups.values() for model in models))
+    dynamics = "csp-fast" if "csp-fast" in models else models[0]
+    plot_seeds(groups, out / "seeds.png")
+    plot_dynamics(groups, dynamics, out / "dynamics.png")
+    return text, [*paths, out / "seeds.png", out / "dynamics.png"]
+
+
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders or log.jsonl files")
-    parser.add_argument("--out", help="also draw the learning curves into this PNG")
+    parser.add_argument(
+        "--out", help="also draw the learning curves into this PNG; for tasks, tables and figures into this folder"
+    )
     args = parser.parse_args()
-    if args.out and Path(args.out).suffix != ".png":
-        raise InputError(f"--out {args.out} must end in .png")
     logs = [read_log(run) for run in args.runs]
-    print(targets_table(logs))
-    if args.out:
-        plot_curves(logs, args.out)
-        print(f"wrote {args.out}")
+    of_tasks = ["task" in events[0]["settings"] for events in logs]
+    if any(of_tasks) and not all(of_tasks):
+        raise InputError("logs of train.py and of tasks.py do not go into one report")
+    if of_tasks[0]:
+        text, paths = task_report(logs, Path(args.out)) if args.out else (task_tables(logs), [])
+    elif args.out and Path(args.out).suffix != ".png":
+        raise InputError(f"--out {args.out} must end in .png")
+    else:
+        text, paths = targets_table(logs), [args.out] if args.out else []
+        if args.out:
+            plot_curves(logs, args.out)
+    print(text)
+    for path in paths:
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ csp-fast:scan=printed. Finished runs are kept and not repeated: the same command
 import json
 import math
 import re
+import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -361,11 +362,18 @@ def main():
             together = len(todo) if spec.split(":")[0] in csp.MODELS else 1
             for i in range(0, len(todo), max(1, together)):
                 group = todo[i : i + together]
-                for s, events in zip(group, train(group[0], [s.seed for s in group], device)):
+                trained = train(group[0], [s.seed for s in group], device)
+                for s, events in zip(group, trained):
                     save(run_folder(out, s), events)
                     done[s.seed] = events
+                mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in lengths}
+                print(f"{spec} on {task}, seeds {','.join(str(s.seed) for s in group)}: {events[-1]['time_s']:.0f} s, "
+                      f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}", flush=True)  # fmt: skip
             logs += done.values()
-    print(len(logs))
+    text, paths = report.task_report(logs, out)
+    # A quick run prints what matters: the first table of each task; the file has all.
+    print(text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip())
+    print(f"\nwrote {', '.join(map(str, paths))}")
 
 
 if __name__ == "__main__":

@@ -22,14 +22,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import bench
+import csp
 import data
 import hmamba
 import htransformer
 import kernels
 import report
 import sample
+import tasks
 import train
 
 ROOT = Path(__file__).parent
@@ -2547,11 +2550,460 @@ def test_report_faults(program, content):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# CSP and its baselines
+
+
+@pytest.mark.parametrize(("name", "count"), [("csp-vanilla", 4779), ("csp-fast", 4779), ("rnn", 2770),
+                                             ("complex-rnn", 10578), ("signed-mamba", 17106), ("decoder", 39890)])  # fmt: skip
+def test_csp_parameters(name, count):
+    """CSP table 1 for csp and rnn; the others are our layouts. The docstring of csp.py says the same."""
+    model = csp.stack_seeds(csp.MODELS[name], csp.MODELS[name].Config(), [1, 2])
+    assert sum(p[0].numel() for p in model.parameters()) == count
+    assert f"{name} {count:,}" in csp.__doc__.replace("\n", " ").replace(
+        "csp 4,779", "csp-vanilla 4,779, csp-fast 4,779"
+    )
+
+
+def csp_cells(carry, **kwargs):
+    """A block of csp.py in float64 for two seeds, and an input (S, B, T, 2, d)."""
+    cfg = csp.CSPConfig(d=3, carry=carry, **kwargs)
+    block = csp.stack_seeds(csp.CSPBlock, cfg, [1, 2]).double()
+    with torch.no_grad():
+        block.g.copy_(torch.tensor([0.3, -0.8]).view(2, 1, 1, 1, 1))
+    return block, randn(2, 4, 9, 2, 3, seed=3)
+
+
+def literal_csp(block, z, s, cfg):
+    """Algorithm 1 (carry=normalised) or Algorithm 2 (linear) for the seed s, line by line, in complex128, one sequence at a
+    time. z (B, T, 2, d). Algorithm 2's division by A_shift + eps is left out: h_t = alpha_t (h_{t-1} + c_t)."""
+    W_theta, B, b_B = block.W_theta.weight[s], block.B.weight[s], block.B.bias[s, 0]
+    w_delta, b_delta = block.W_delta.weight[s, :, 0], block.W_delta.bias[s, 0, 0]
+    w_gamma, b_gamma = block.W_gamma.weight[s, :, 0], block.W_gamma.bias[s, 0, 0]
+    g, d, outputs = block.g[s].sigmoid().item(), z.shape[-1], []
+    silu = lambda v: torch.complex(v.real * v.real.sigmoid(), v.imag * v.imag.sigmoid())
+    for sequence in z:
+        theta, h = 0.0, torch.zeros(d, dtype=torch.complex128)
+        for z_re, z_im in sequence:
+            x, y = torch.tanh(torch.cat((z_re, z_im)) @ W_theta)
+            theta = theta + torch.angle(torch.complex(x, y))
+            z_t = torch.complex(z_re, z_im)
+            rotated = z_t * torch.exp(1j * theta)
+            joined = torch.cat((rotated.real, rotated.imag)) @ B + b_B
+            gamma = 0.5 * (1 + torch.sin(joined @ w_gamma + b_gamma))
+            b = torch.complex(joined[:d], joined[d:])
+            if cfg.carry == "linear":
+                delta = F.softplus((gamma * joined) @ w_delta + b_delta)
+                h = torch.exp(-delta) * (h + gamma * b)
+                u = g * z_t + silu(h)
+                outputs.append(u / u.abs())
+            else:
+                delta = F.softplus(joined @ w_delta + b_delta)
+                u = g * (z_t if cfg.skip == "input" else h) + silu(torch.exp(-delta) * h + gamma * b)
+                h = u / u.abs()
+                outputs.append(h)
+    return torch.view_as_real(torch.stack(outputs)).transpose(-1, -2).reshape(z.shape)
+
+
+@pytest.mark.parametrize(("carry", "kwargs"), [("normalised", {}), ("normalised", {"skip": "prev"}), ("linear", {})])
+def test_csp_block_is_its_algorithm(carry, kwargs, monkeypatch):
+    monkeypatch.setattr(csp, "EPS", 0.0)
+    block, z = csp_cells(carry, **kwargs)
+    out = block(z)
+    for s in (0, 1):
+        torch.testing.assert_close(out[s], literal_csp(block, z[s], s, block.config), rtol=0, atol=1e-10)
+    assert (out.square().sum(-2) - 1).abs().max() < 1e-6  # on the unit circle
+
+
+def test_algorithms_1_and_2_are_not_equal():
+    """CSP section 2.4.2 calls them equivalent. With the same weights they part at the second step."""
+    vanilla, z = csp_cells("normalised")
+    fast, _ = csp_cells("linear")
+    fast.load_state_dict(vanilla.state_dict())
+    assert (vanilla(z) - fast(z))[:, :, 1:].abs().mean() > 0.05
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 16, 65, 300])
+@pytest.mark.parametrize("delta", [0.01, 0.7, 2.0])
+def test_csp_scans_agree(T, delta):
+    """The exact ones, value and gradient, in float32 against the loop in float64."""
+
+    def run(method, dtype):
+        leaves = [
+            x.to(dtype).requires_grad_() for x in (delta * (0.5 + randn(2, 3, T, 1).sigmoid()), randn(2, 3, T, 6))
+        ]
+        h = csp.scan(*leaves, method)
+        return h, *torch.autograd.grad(h, leaves, torch.sin(torch.arange(h.numel())).view(h.shape).to(h))
+
+    expected = run("sequential", torch.float64)
+    for method in ("sequential", "segment", "associative"):
+        for found, right in zip(run(method, torch.float32), expected):
+            assert (found - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+def test_printed_formula_fails_where_the_exact_scan_does_not():
+    """T=1024 at a mean Delta of 2: Algorithm 2, line 16, is off by over 1 % from step 8 and decays to 0; it stays finite."""
+    delta, c = (
+        2 * (0.5 + torch.rand(1, 64, 1024, 1, generator=torch.Generator().manual_seed(0))),
+        randn(1, 64, 1024, 8).float(),
+    )
+    exact = csp.scan(delta.double(), c.double(), "sequential")
+    scale = exact.abs().mean((1, 3), keepdim=True)
+    found = (csp.scan(delta, c, "associative") - exact).abs() / scale
+    assert found.max() < 1e-5
+    printed = csp.scan(delta, c, "printed")
+    error = ((printed - exact).abs() / scale).mean((0, 1, 3))
+    assert error[:6].max() < 0.01
+    assert error[8:].min() > 0.01
+    assert error[20:].min() > 0.9
+    assert printed.isfinite().all()
+
+
+@pytest.mark.parametrize("skip_prev", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (6, 2, 3, 4)])
+def test_normalised_scan_gradients(skip_prev, shape):
+    T, S, B, d = shape
+    alpha, c, skip = randn(T, S, B, 1, 1).sigmoid(), randn(T, S, B, 2, d, seed=1), randn(T, S, B, 2, d, seed=2)
+    prev = randn(S, 1, 1, 1, seed=4) if skip_prev else None
+
+    def loop(alpha, c, skip, prev=None):
+        o, outputs = torch.zeros_like(c[0]), []
+        for alpha_t, c_t, skip_t in zip(alpha, c, skip):
+            o = csp.normalise(skip_t + (0 if prev is None else prev * o) + F.silu(alpha_t * o + c_t))
+            outputs.append(o)
+        return torch.stack(outputs)
+
+    leaves = [x.requires_grad_() for x in (alpha, c, skip, prev) if x is not None]
+    found = csp.NormalisedScan.apply(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (alpha, c, skip)), prev)
+    weight = torch.sin(torch.arange(found.numel())).view(found.shape).double()
+    torch.testing.assert_close(found, loop(*leaves), rtol=0, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(found, leaves, weight), torch.autograd.grad(loop(*leaves), leaves, weight)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("N_of_A", [1, 3])
+@pytest.mark.parametrize("T", [1, 5])
+def test_signed_scan(N_of_A, T):
+    """Against the recurrence in autograd, and gradcheck."""
+    r, x, A = randn(2, 3, T, 4), randn(2, 3, T, 4, seed=1), randn(2, 4, N_of_A, seed=2)
+    B, C = randn(2, 3, T, 3, seed=3), randn(2, 3, T, 3, seed=4)
+    h, expected = 0, []
+    for t in range(T):
+        h = torch.tanh(r[:, :, t, :, None] * A[:, None]) * h + x[:, :, t, :, None] * B[:, :, t, None]
+        expected.append((h * C[:, :, t, None]).sum(-1))
+    torch.testing.assert_close(csp.SignedScan.apply(r, A, x, B, C), torch.stack(expected, 2), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(csp.SignedScan.apply, [v.requires_grad_() for v in (r, A, x, B, C)])
+
+
+def test_complex_rnn_is_its_formula():
+    model = csp.stack_seeds(csp.ComplexRNN, csp.RNNConfig(hidden=4), [5]).double()
+    idx, h, expected = torch.tensor([[[0, 1, 1, 0, 1]]]), torch.zeros(4, dtype=torch.complex128), []
+    for token in idx[0, 0]:
+        x, joined = model.embedding.weight[0, token], torch.cat((h.real, h.imag))
+        candidate = torch.tanh(
+            x @ model.W.weight[0] + model.W.bias[0, 0] + joined @ model.U.weight[0] + model.U.bias[0, 0]
+        )
+        u = torch.sigmoid(x @ model.W_u.weight[0] + model.W_u.bias[0, 0] + joined @ model.U_u.weight[0])
+        phi = x @ model.W_phi.weight[0] + model.W_phi.bias[0, 0]
+        h = (1 - u) * torch.exp(1j * phi) * h + u * torch.complex(candidate[:4], candidate[4:])
+        expected.append(torch.cat((h.real, h.imag)))
+    expected = model.head(torch.stack(expected)[None, None], None)
+    torch.testing.assert_close(model(idx), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", ["csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel", "csp-fast", "csp-fast:scan=segment",
+                                  "csp-fast:theta=step", "csp-fast:theta=frozen:gate=sigmoid", "rnn", "complex-rnn", "signed-mamba",
+                                  "signed-mamba:transition=input", "decoder"])  # fmt: skip
+def test_task_models_are_causal_and_keep_seeds_apart(spec):
+    """A later symbol changes no earlier score, and one seed's weights no other seed's scores. All parameters get gradients."""
+    model = tasks.build(spec, 3, [7, 8])
+    alone = tasks.build(spec, 3, [8])
+    idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
+    out = model(idx)
+    later = idx.clone()
+    later[:, :, 12:] = 1 - later[:, :, 12:]
+    torch.testing.assert_close(model(later)[:, :, :12], out[:, :, :12], rtol=1e-5, atol=1e-5)
+    assert (model(later)[:, :, 12:] - out[:, :, 12:]).abs().max() > 1e-3
+    torch.testing.assert_close(alone(idx[1:])[0], out[1], rtol=1e-5, atol=1e-5)
+    out.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_rotation_projection_is_alive():
+    """CSP appendix E.1 sets W_theta to zero, where atan2 has no gradient. Ours is finite, not zero, and moves at step 1."""
+    model = tasks.build("csp-fast", 2, [1])
+    before = [block.W_theta.weight.clone() for block in model.blocks]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x, y = tasks.batches("parity", [1], 8, 16, (1, 1), "cpu")
+    loss = F.cross_entropy(model(x).flatten(0, 2), y.flatten())[None]
+    assert tasks.update(model, optimizer, loss).isfinite().all()
+    for block, old in zip(model.blocks, before):
+        assert block.W_theta.weight.grad.isfinite().all()
+        assert block.W_theta.weight.grad.abs().min() > 0
+        assert (block.W_theta.weight != old).all()
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    angle = csp.atan2(x * 1, x * 1)
+    (grad,) = torch.autograd.grad(angle.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    assert (angle == 0).all() and grad.isfinite().all() and second.isfinite().all()
+    y, x = randn(50), randn(50, seed=1)
+    assert torch.equal(csp.atan2(y, x), torch.atan2(y, x))
+
+
+@pytest.mark.parametrize(("gate_init", "gamma", "slope"), [("peak", 1.0, 0.0), ("slope", 0.5, 0.5)])
+def test_gate_starts_where_it_says(gate_init, gamma, slope):
+    """The gradient of the sine gate is cos(eta) / 2: zero at the peak that CSP section 4.2 recommends."""
+    block = csp.stack_seeds(csp.CSPBlock, csp.CSPConfig(gate_init=gate_init), [1])
+    eta = block.W_gamma(torch.zeros(1, 1, 1, 32))
+    assert ((1 + eta.sin()) / 2).item() == pytest.approx(gamma, abs=1e-6)
+    assert (eta.cos() / 2).item() == pytest.approx(slope, abs=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tasks
+
+
+@pytest.mark.parametrize("task", ["parity", "mod2", "mod3", "mod7", "dyck1", "dyck1-iid"])
+@pytest.mark.parametrize("length", [1, 2, 16, 65])
+def test_task_targets(task, length):
+    x, y = tasks.make_batch(task, 200, length, (1, 2, 3))
+    assert x.shape == y.shape == (200, length)
+    assert set(np.unique(x)) <= {0, 1}
+    for symbols, targets in zip(x.tolist(), y.tolist()):
+        count, depth, valid = 0, 0, True
+        for symbol, target in zip(symbols, targets):
+            count, depth = count + symbol, depth + (1 if symbol == 0 else -1)
+            valid = valid and depth >= 0
+            assert target == (valid if task.startswith("dyck1") else count % tasks.num_classes(task))
+    assert np.array_equal(x, tasks.make_batch(task, 200, length, (1, 2, 3))[0])
+    if length > 1:
+        for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
+            assert not np.array_equal(x, tasks.make_batch(task, 200, length, other)[0])
+
+
+def test_task_class_shares():
+    """What the docstring of tasks.py says of Dyck-1; the valid half is drawn evenly from all valid sequences."""
+    shares = {
+        (task, n): tasks.make_batch(task, 4000, n, (0,))[1].mean() for task in ("dyck1", "dyck1-iid") for n in (16, 64)
+    }
+    said = {("dyck1", 16): 0.65, ("dyck1", 64): 0.58, ("dyck1-iid", 16): 0.29, ("dyck1-iid", 64): 0.17}
+    assert shares == pytest.approx(said, abs=0.015)
+    x, y = tasks.make_batch("dyck1", 40_000, 4, (0,))
+    words, counts = np.unique(x[y[:, -1] == 1], axis=0, return_counts=True)
+    assert len(words) == 6  # of 16
+    # Half of the sequences, and 6/16 of the other half, spread evenly over 6: 0.6875 / 6 each.
+    assert counts / 40_000 == pytest.approx(np.full(6, 0.6875 / 6), abs=0.005)
+
+
+def test_seeds_trained_together_are_trained_alone(monkeypatch):
+    monkeypatch.setattr(tasks, "STEPS", 12)
+    for model in ("csp-vanilla", "signed-mamba", "decoder"):
+        s = tasks.Settings(model, "parity", 0, 2, 8, [8, 12], 16, 1e-3)
+        together, alone = tasks.train(s, [42, 43], torch.device("cpu")), tasks.train(s, [43], torch.device("cpu"))
+        for a, b in zip(together[1][1:], alone[0][1:]):
+            for key in ("loss", "grad_norm", "grad_max"):
+                assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=2e-3)
+            assert a.get("acc", 0) == pytest.approx(b.get("acc", 0), abs=2e-3)
+        assert together[0][1]["loss"] != together[1][1]["loss"]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(monkeypatch):
+    """The seed concerned keeps weights and moments; the other steps as if it were alone."""
+    model, alone = tasks.build("rnn", 2, [1, 2]), tasks.build("rnn", 2, [2])
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3, fused=True) for m in (model, alone)]
+
+    def step(poison):
+        x, y = tasks.batches("parity", [1, 2], 8, 16, (1, 1), "cpu")
+        for m, optimizer, part in ((model, optimizers[0], slice(0, 2)), (alone, optimizers[1], slice(1, 2))):
+            loss = (
+                F.cross_entropy(m(x[part]).flatten(0, 2), y[part].flatten(), reduction="none")
+                .view(len(x[part]), -1)
+                .mean(1)
+            )
+            norm = tasks.update(m, optimizer, loss * poison if len(loss) == 2 else loss)
+            if len(loss) == 2:
+                assert torch.equal(norm.isfinite(), poison.isfinite())
+
+    step(torch.tensor([1.0, 1.0]))
+    moments = lambda: [s[k] for s in optimizers[0].state.values() for k in ("exp_avg", "exp_avg_sq")]
+    before = [p[0].clone() for p in (*model.parameters(), *moments())]
+    for bad in (torch.nan, torch.inf):
+        step(torch.tensor([bad, 1.0]))
+        assert all(torch.equal(p[0], old) for p, old in zip((*model.parameters(), *moments()), before))
+    for p, q in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(p[1], q[0], rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(tasks, "STEPS", 3)
+    monkeypatch.setattr(csp, "DROPOUT", 1.0)  # 0 / 0 at the head
+    s = tasks.Settings("rnn", "parity", 1, 2, 4, [4], 4, 1e-3)
+    assert [e["skipped"] for e in tasks.train(s, [1], torch.device("cpu"))[0] if "skipped" in e] == [3, 6, 6]
+
+
+@pytest.fixture
+def short_tasks(monkeypatch):
+    monkeypatch.setattr(tasks, "STEPS", 2)
+    monkeypatch.setattr(tasks, "EVAL_SAMPLES", 20)
+    monkeypatch.setattr(tasks, "WATCH_SAMPLES", 10)
+
+
+def test_tasks_program(program, short_tasks, monkeypatch):
+    """A sweep, then the same again: nothing is trained twice; one more seed trains that one only."""
+    argv = ["--task", "mod5,parity", "--model", "csp-vanilla,rnn", "--epochs", 2, "--lengths", "16,4", "--out", "here"]
+    code, out, err = program(tasks, *argv, "--seeds", "1-2")
+    assert (code, err) == (0, "")
+    assert "### mod5" in out and "| csp-vanilla | 4,878 | 2 |" in out and "L=4 | L=16" in out
+    assert "\x1b" not in out
+    logs = sorted(Path("here").glob("*/log.jsonl"))
+    assert len(logs) == 8
+    for name in ("tables.md", "lengths-mod5.png", "lengths-parity.png", "seeds.png", "dynamics.png"):
+        assert (Path("here") / name).stat().st_size > 1000
+    events = report.read_log("here/rnn-mod5-s2")
+    assert [e["event"] for e in events] == ["header", "train", "train", "eval", "eval", "final"]
+    assert events[0]["settings"]["seed"] == 2 and events[0]["data"]["classes"] == 5
+    assert len(events[3]["acc_by_pos"]) == 4
+    assert np.mean(events[3]["acc_by_pos"]) == pytest.approx(events[3]["acc"], abs=1e-3)
+    times = {log: log.stat().st_mtime_ns for log in logs}
+    trained = []
+    real = tasks.train
+    monkeypatch.setattr(
+        tasks, "train", lambda s, seeds, device: trained.append((s.model, seeds)) or real(s, seeds, device)
+    )
+    assert program(tasks, *argv, "--seeds", "1-3")[0] == 0
+    assert trained == [("csp-vanilla", [3]), ("rnn", [3])] * 2
+    assert all(log.stat().st_mtime_ns == t for log, t in times.items())
+    code, again, _ = program(report, *sorted(Path("here").glob("*-s?")), "--out", "there")
+    assert code == 0
+    assert Path("there/tables.md").read_text() in again
+    code, out, err = program(tasks, *argv, "--seeds", 1, "--lr", 2e-3)
+    assert code == 2 and "lr 0.001 there, 0.002 here" in err and err.count("\n") == 1
+
+
+def test_tasks_stopped_between_runs_go_on(program, short_tasks, monkeypatch):
+    real, argv = tasks.train, ["--model", "rnn,csp-fast", "--epochs", 1, "--lengths", 4, "--out", "here"]
+
+    def interrupted(s, seeds, device):
+        if s.model == "csp-fast":
+            raise KeyboardInterrupt
+        return real(s, seeds, device)
+
+    monkeypatch.setattr(tasks, "train", interrupted)
+    assert program(tasks, *argv)[0] == 130
+    assert [p.name for p in Path("here").iterdir()] == ["rnn-mod3-s42"]
+    monkeypatch.setattr(tasks, "train", real)
+    code, out, _ = program(tasks, *argv)
+    assert code == 0 and "csp-fast on mod3" in out and "rnn on mod3" not in out
+
+
+TASK_FAULTS = [
+    (["--task", "mod1"], "unknown task 'mod1'"),
+    (["--task", "mod100"], "unknown task"),
+    (["--task", "mod03"], "unknown task"),
+    (["--task", ""], "unknown task"),
+    (["--task", "parity,parity"], "names a task twice"),
+    (["--model", "csp"], "unknown model 'csp'; known: csp-vanilla"),
+    (["--model", ""], "unknown model"),
+    (["--model", "rnn,rnn"], "names a model twice"),
+    (["--model", "csp-fast:classes=3"], "no setting 'classes=3'"),
+    (["--model", "csp-fast:scan=wrong"], "unknown scan 'wrong'; known: sequential"),
+    (["--model", "csp-vanilla:scan=associative"], "needs carry=linear"),
+    (["--model", "csp-fast:skip=prev"], "needs carry=normalised"),
+    (["--model", "csp-fast:layers=0"], "at least 1"),
+    (["--model", "decoder:heads=5"], "divisor"),
+    (["--model", "rnn:hidden=x"], "hidden=x is not int"),
+    (["--model", "hmamba:nope=1"], "no setting 'nope=1'"),
+    (["--seeds", "42-"], "--seeds '42-'"),
+    (["--seeds", "5-3"], "a range goes up"),
+    (["--seeds", ""], "--seeds ''"),
+    (["--seeds", "1,1"], "names a seed twice"),
+    (["--seeds", "-1"], "--seeds"),
+    (["--lengths", "0"], "--lengths must lie"),
+    (["--lengths", "16,x"], "--lengths '16,x'"),
+    (["--train_length", "0"], "--train_length must lie"),
+    (["--epochs", "0"], "--epochs must be at least 1"),
+    (["--batch", "0"], "--batch must be at least 1"),
+    (["--lr", "0"], "--lr must be above 0"),
+    (["--lr", "nan"], "--lr must be above 0"),
+    (["--device", "tpu"], "unknown device"),
+    (["--wrong"], "--wrong"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), TASK_FAULTS, ids=[" ".join(a) for a, _ in TASK_FAULTS])
+def test_task_faults(program, argv, message):
+    code, out, err = program(tasks, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", sample.MODELS)
+def test_language_models_do_tasks(program, short_tasks, name):
+    code, out, err = program(
+        tasks, "--model", f"{name}:L=1", "--task", "mod5", "--epochs", 1, "--lengths", "4,20", "--seeds", "1,2"
+    )
+    assert (code, err) == (0, "")
+    assert f"| {name}:L=1 |" in out
+    model = tasks.build(name, 5, [1]).model
+    assert (model.config.D, model.config.L, model.config.V) == (32, 3, 5)
+
+
+def test_complex_rnn_generalises_after_two_epochs():
+    """The whole loop learns: parity at four times the training length."""
+    s = tasks.Settings("complex-rnn", "parity", 1, 2, 16, [16, 64], 64, 1e-3)
+    events = tasks.train(s, [1], torch.device("cpu"))[0]
+    assert report.accuracies(events)[64] > 0.98
+    assert events[1]["loss"] > 5 * events[2]["loss"]
+
+
+def test_token_angles():
+    """A projection that turns by 2.5 at symbol 1 and by -1 at symbol 0 is read back."""
+    model = tasks.build("csp-vanilla:layers=1", 2, [1, 2])
+    block = model.blocks[0]
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+        model.embedding.weight[:, 0, 0] = model.embedding.weight[:, 1, 1] = 1.0
+        block.W_theta.weight.zero_()
+        for symbol, angle in ((0, -1.0), (1, 2.5)):
+            block.W_theta.weight[:, symbol] = torch.tensor([math.cos(angle), math.sin(angle)]).atanh()
+    (first, _) = tasks.token_angles(model, "parity", [1, 2], "cpu")["theta"]
+    assert first == [[[-1.0, 1.0], [2.5, 1.0]]]
+
+
+def test_paper_tables_of_tasks():
+    """Copied without slips: each mean at length 64 is that of its five seeds, and the only entry that is not is the paper's."""
+    for models in report.PAPER_TASKS.values():
+        for means, seeds in models.values():
+            assert np.mean(seeds) == pytest.approx(means[-1], abs=1e-3)
+            assert len(means) == 4 and len(seeds) == 5
+
+
+def test_mean_interval():
+    """scipy.stats.t.interval(0.95, 4, mean, sem) for these five: 0.3 +- 0.19632."""
+    mean, half = report.mean_interval([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert (mean, half) == pytest.approx((0.3, 0.19632), abs=1e-4)
+    assert report.mean_interval([0.5]) == (0.5, None)
+
+
+def test_task_report_refuses_what_does_not_belong_together(program, short_tasks):
+    for out, epochs in (("a", 1), ("b", 2)):
+        assert program(tasks, "--model", "rnn", "--epochs", epochs, "--lengths", 4, "--out", out)[0] == 0
+    run = Path("a/rnn-mod3-s42")
+    shutil.copytree(run, "copy")
+    shutil.copytree(run, "unfinished")
+    lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
+    Path("unfinished/log.jsonl").write_text("".join(lines[:-1]))
+    write_log(Path("text"), "hmamba", [8, 3])
+    for runs, message in [(("a/rnn-mod3-s42", "b/rnn-mod3-s42"), "epochs is 1 and 2"), (("copy", "a/rnn-mod3-s42"), "two runs of rnn"),
+                          (("unfinished",), "not finished"), (("copy", "text"), "do not go into one report")]:  # fmt: skip
+        code, out, err = program(report, *runs)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # README
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODULES = {
-    m.__name__: m for m in (bench, data, hmamba, htransformer, kernels, report, sample, train, sys.modules[__name__])
+    m.__name__: m
+    for m in (bench, csp, data, hmamba, htransformer, kernels, report, sample, tasks, train, sys.modules[__name__])
 }
 
 
@@ -2573,7 +3025,7 @@ def test_readme_commands_are_what_ci_runs():
 
 
 def test_readme_flags_and_files_exist(program):
-    helps = "".join(program(m, "--help")[1] for m in (train, sample, report, data, bench))
+    helps = "".join(program(m, "--help")[1] for m in (train, tasks, sample, report, data, bench))
     elsewhere = {"--nproc_per_node", "--index-url"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) - elsewhere:
         assert flag in helps, flag
@@ -2591,6 +3043,18 @@ def test_readme_table_is_what_the_logs_say(program):
         code, out, _ = program(report, *sorted(ROOT.glob(pattern)))
         assert code == 0
         assert out.strip() == table.strip()
+
+
+def test_readme_tables_of_tasks_are_what_the_logs_say():
+    """And results/*/tables.md are what report.py makes of the logs beside them."""
+    found = re.findall(r"<!-- (results/tasks\S*) -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
+    assert len(found) == 4
+    texts = {
+        f: report.task_tables([report.read_log(log) for log in sorted((ROOT / f).glob("*.jsonl"))]) for f, _ in found
+    }
+    for folder, table in found:
+        assert table in texts[folder]
+        assert (ROOT / folder / "tables.md").read_text() == texts[folder] + "\n"
 
 
 def test_readme_factors_are_what_the_benchmark_printed():
