@@ -170,8 +170,8 @@ class Source:
 
     url: str  # or the path of a file here
     size: int | None = None  # bytes; None: what the server says
-    sha256: str | None = None  # in hex. None: what the server says on first use. Of a .zip: of what it holds, as that
-    split: str | None = None  # stays when a mirror packs it anew.   split: if the corpus comes with splits of its own
+    sha256: str | None = None  # in hex; None: what the server says on first use. Of a .zip: of what is packed in it
+    split: str | None = None  # that it belongs to, if the corpus comes with splits of its own
     mirrors: tuple = ()  # more URLs
 
 
@@ -303,12 +303,8 @@ def insist(action, url, path, position=lambda: 0):
             return action()
         except requests.RequestException as e:
             failures = 1 if position() - before >= 1 << 20 else failures + 1
-            reason, status, wait = (
-                " ".join(str(e).split())[:200],
-                getattr(e.response, "status_code", 500),
-                wait_asked(e.response),
-            )
-            if wait is None:
+            reason, status = " ".join(str(e).split())[:200], getattr(e.response, "status_code", 500)
+            if (wait := wait_asked(e.response)) is None:
                 wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
             elif wait > LONGEST_WAIT:
                 reason, status = f"{reason}, asks to wait {wait:.0f} s", 400
@@ -336,7 +332,8 @@ def look_up(url, path):
             revision, _, file = file.partition("/")
             with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
                 entries = answer.json() if answer.ok else []
-            sha256 = next((e["lfs"]["oid"] for e in entries if e["path"] == file and "lfs" in e), None)
+            with suppress(KeyError, TypeError):
+                sha256 = next((e["lfs"]["oid"] for e in entries if e["path"] == file), None)
         return int(size), sha256
 
     return insist(ask, url, path)
@@ -555,14 +552,14 @@ def new_record(recipe):
     }
 
 
-def read_record(recipe, folder):
-    """The record in folder/meta.json, or a new one. Raises InputError if it is damaged or of another recipe."""
-    new = new_record(recipe)
+def read_record(path, recipe):
+    """The record of the corpus that is made in path, or a new one. Raises InputError if it is damaged or does not fit."""
+    folder, new = path.parent, new_record(recipe)
     try:
         record = json.loads((folder / "meta.json").read_bytes())
         if record["recipe"] != new["recipe"]:
             raise InputError(f"{folder} was prepared in another way than now: delete it to prepare the corpus again")
-        return {key: record[key] for key in new} | record
+        return new if record["sha256"] and not path.exists() else {key: record[key] for key in new} | record
     except FileNotFoundError:
         return new
     except (ValueError, KeyError, TypeError):
@@ -630,17 +627,14 @@ def build(path, recipe, record):
                 record["row_group"] = 0
                 record["sources"].append({"url": source.url, "size": file.stat().st_size, "sha256": sha256})
                 if source.split:
-                    ends = [end for _, end in record["splits"].values()]
-                    begin = record["splits"].get(source.split, [max(ends, default=0)])[0]
-                    record["splits"][source.split] = [begin, out.tell()]
+                    begin = max((end for _, end in record["splits"].values()), default=0)
+                    record["splits"].setdefault(source.split, [begin, 0])[1] = out.tell()
                 save()
             if here:
                 here.unlink(missing_ok=True)
         record["sha256"] = digest.hexdigest()
     os.replace(part, path)
-    from importlib.metadata import version  # takes a while to import
-
-    tools = {name: version(name) for name in ("numpy", "pyarrow", "requests")}
+    tools = {name: sys.modules[name].__version__ for name in ("numpy", "pyarrow", "requests") if name in sys.modules}
     record |= {"mtime_ns": path.stat().st_mtime_ns, "versions": {"python": platform.python_version()} | tools}
     write_record(folder, record)
     return record
@@ -650,21 +644,19 @@ def prepare(path, recipe, verify=False):
     """Makes the corpus of a recipe in path, unless it is there, whole.
 
     That is seen at its size and time of change; its hash is taken if `verify`, or if something wrote to it since.
-    Returns: its record (see read_record). Raises: InputError.
+    Returns: its record (see new_record). Raises: InputError.
     """
     folder = path.parent
-    record = read_record(recipe, folder)
-    if not (record["sha256"] and path.exists()):
+    record = read_record(path, recipe)
+    if not record["sha256"]:
         with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / "lock"):
-                record = read_record(recipe, folder)  # another process may have made it meanwhile
-                if record["sha256"] and not path.exists():
-                    record = new_record(recipe)  # somebody removed it
+                record = read_record(path, recipe)  # another process may have made it meanwhile
                 if not record["sha256"]:
                     for old in folder.glob("meta.json.*.part"):  # of a process that was killed
                         old.unlink()
-                    missing = recipe.disk - sum(f.stat().st_size for f in folder.iterdir())
+                    missing = recipe.disk - sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".bad")
                     if missing > (free := shutil.disk_usage(folder).free):
                         raise InputError(f"{folder} needs {missing:,} bytes more, and its disk has {free:,} free: make "
                                          "room, or let NANOHILBERT_DATA name another folder")  # fmt: skip
@@ -862,9 +854,8 @@ def status(name, recipe):
     if not recipe.sources:
         _, _, size, _, missing = locate(name)
         return f"{size:,} bytes, {'not prepared yet' if missing else 'prepared'}"
-    folder = cache_dir() / name
-    record = read_record(recipe, folder)
-    if record["sha256"] and (folder / f"{name}.bin").exists():
+    record = read_record(cache_dir() / name / f"{name}.bin", recipe)
+    if record["sha256"]:
         return f"{record['size']:,} bytes, prepared"
     cost = f"downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk"
     begun = f"prepared up to byte {record['size']:,}" if record["size"] else "not prepared yet"

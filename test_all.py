@@ -3,8 +3,10 @@
 Groups: kernels against their references, models, data and its faults, training, sampling, report, README.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import http.server
 import json
 import math
 import os
@@ -13,13 +15,18 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -1615,11 +1622,246 @@ def test_data_command_line(cache, tmp_path, monkeypatch, capsys):
     assert corpus.sha256 in out and f"{len(corpus.tokens):,} bytes" in out and err == ""
     assert f"train  {len(train):,} bytes, {(len(train) - 1) // 64:,} windows of 64" in out
     data_py()
-    out, _ = capsys.readouterr()
-    assert "not prepared" not in out and "prepared" in out and f"{len(corpus.tokens):,}" in out
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["stdlib", "enwik8", "owt", "fineweb", "wikitext103", "PATH"]
+    assert f"{len(corpus.tokens):,} bytes, prepared:" in lines[0]
+    assert all("not prepared yet" in line and "GB of disk" in line for line in lines[1:-1])
     with pytest.raises(SystemExit) as exit:
         data_py("--help")
     assert exit.value.code == 0 and "NANOHILBERT_DATA" in capsys.readouterr().out
+
+
+# ---- parquet files and zip archives ----
+
+
+def documents(count, seed=0, size=2000):
+    """`count` documents of ASCII letters, of 0 to `size` bytes."""
+    rng = np.random.RandomState(seed)
+    return [rng.choice(np.frombuffer(b"etaoin shrdlu\n", "u1"), rng.randint(size)).tobytes() for _ in range(count)]
+
+
+def parquet(path, texts, column="text", **options):
+    """Writes a parquet file with two columns, 50 rows in a row group."""
+    columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), pa.string())}
+    pq.write_table(pa.table(columns), path, **{"row_group_size": 50, "compression": "none"} | options)
+    return path.read_bytes()
+
+
+def zipped(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"row_group_size": 7}, {"use_dictionary": False}], ids=str)
+def test_data_parquet_is_its_text_column(options, cache, tmp_path):
+    texts = [*documents(300), None, "naïve ☃".encode(), b""]  # a null is no document, an empty string is one
+    parquet(tmp_path / "a b.parquet", texts, **options)
+    corpus = data.load(tmp_path / "a b.parquet", 64)
+    assert corpus.name == "a_b" and corpus.path.is_relative_to(cache)
+    assert corpus.tokens.tobytes() == b"".join(t + b"\n\n" for t in texts if t is not None)
+    assert corpus.sha256 == hashlib.sha256(corpus.tokens).hexdigest() == corpus.record["sha256"]
+    inode = corpus.path.stat().st_ino
+    assert data.load(str(tmp_path / "a b.parquet"), 64).path.stat().st_ino == inode  # prepared once
+    parquet(tmp_path / "a b.parquet", texts[::-1])
+    assert data.load(tmp_path / "a b.parquet", 64).tokens[:2].tobytes() == b"\n\n"  # a new file, a new corpus
+
+
+def test_data_zip_is_what_it_holds(cache, tmp_path):
+    zipped(tmp_path / "x.ZIP", {"b": text(5000), "a/c": text(4000, seed=1), ".git/x": b"no", "a/.DS_Store": b"no"})
+    corpus = data.load(tmp_path / "x.ZIP", 64)
+    assert corpus.tokens.tobytes() == text(4000, seed=1) + text(5000)
+
+
+def link_member():
+    info = zipfile.ZipInfo("link")
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: parquet(p, documents(9), column="content"), "no column of strings named text; its columns: id (int64)"),
+        (lambda p: p.write_bytes(b"PAR1" + text(9000)), "not a readable parquet file"),
+        (lambda p: p.write_bytes(parquet(p, documents(99))[:-9]), "not a readable parquet file"),
+        (lambda p: parquet(p, []), "is empty"),
+        (lambda p: parquet(p, documents(4)), "too short"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"ok": text(9000), "../x": text(9000)}), "'../x', a link or a path out"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"a/../../x": text(9000)}), "out of it: refused"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"/etc/x": text(9000)}), "out of it: refused"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"..\\x": text(9000)}), "out of it: refused"),
+        (lambda p: zipped(p.with_suffix(".zip"), {link_member(): "/etc/passwd"}), "out of it: refused"),
+        (lambda p: p.with_suffix(".zip").write_bytes(zipped(p, {"a": text(9000)})[:-30]), "damaged or encrypted zip"),
+        (lambda p: p.with_suffix(".zip").write_bytes(flip(zipped(p, {"a": text(9000)}))), "damaged or encrypted zip"),
+    ],
+)  # fmt: skip
+def test_data_parquet_and_zip_faults(make, message, cache, tmp_path, capsys):
+    make(tmp_path / "x.parquet")
+    name = "x.zip" if (tmp_path / "x.zip").exists() else "x.parquet"
+    with pytest.raises(SystemExit):
+        data_py(str(tmp_path / name))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert not (tmp_path.parent / "x").exists()
+    assert not [p for p in cache.rglob("*.bin") if p.stat().st_size > 4096]
+
+
+def flip(content):
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+
+
+# ---- downloads: a server with faults stands in for the hub ----
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server on this machine, in place of the hub. Attributes: files: {path: content}; faults: {path: [of the first
+    answer, of the second, ...]}; log: [(path, first byte asked for, Authorization, bytes sent)]; headers: for all answers."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            content, queue = server.files.get(self.path), server.faults.get(self.path, [])
+            fault = queue.pop(0) if queue else None
+            first = int(self.headers.get("Range", "bytes=0-")[6:-1])
+            entry = [self.path, first, self.headers.get("Authorization"), 0]
+            server.log.append(entry)
+            if isinstance(fault, int) or content is None:
+                self.send_response(fault or 404)
+                for header in server.headers.items():
+                    self.send_header(*header)
+                return self.end_headers()
+            if isinstance(fault, str) and fault.startswith("http"):
+                self.send_response(302)
+                self.send_header("Location", fault)
+                for header in server.headers.items():
+                    self.send_header(*header)
+                return self.end_headers()
+            if fault == "html":
+                content, first = b"<html>Sign in to the network</html>", 0
+            if fault == "flip":
+                content = flip(content)
+            if fault == "truncated":
+                content = content[: len(content) // 2]
+            if fault == "no ranges":
+                first = 0
+            shift = 1000 if fault == "another range" else 0
+            body = content[first + shift :]
+            length = len(body) + {"says more": 1000, "says less": -1000}.get(fault, 0)
+            self.send_response(206 if first else 200)
+            self.send_header("Content-Type", "text/html; charset=utf-8" if fault == "html" else "binary/octet-stream")
+            if fault != "chunked":
+                self.send_header("Content-Length", str(length))
+            if first:
+                self.send_header("Content-Range", f"bytes {first + shift}-{len(content) - 1}/{len(content)}")
+            for header in server.headers.items():
+                self.send_header(*header)
+            self.end_headers()
+            if fault in ("drop", "stall", "chunked"):
+                body = body[: len(body) // 2]
+            with contextlib.suppress(OSError):
+                for i in range(0, len(body), 1 << 16):
+                    self.wfile.write(body[i : i + (1 << 16)])
+                    entry[3] += len(body[i : i + (1 << 16)])
+                    time.sleep(server.pause)
+                if fault == "stall":
+                    time.sleep(1)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server.files, server.faults, server.log, server.headers, server.pause = {}, {}, [], {}, 0
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(data, "BACKOFF", 1e-3)
+    monkeypatch.setattr(data, "TIMEOUT", (5, 0.3))
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+SHARDS = [f"/datasets/x/toy/resolve/abc/sub/{i}.parquet" for i in range(2)]
+
+
+@pytest.fixture
+def toy(hub, cache, tmp_path, monkeypatch):
+    """A named corpus of two shards on the hub, cut within the second. Returns the bytes that it has to become."""
+    docs = [documents(400, seed=i) for i in range(2)]
+    for name, texts in zip(SHARDS, docs):
+        hub.files[name] = parquet(tmp_path / "shard", texts)
+    ends = np.cumsum([len(d) + 2 for texts in docs for d in texts])
+    recipe = toy_recipe(hub, cut=int(ends[600]) + 1)
+    monkeypatch.setitem(data.NAMED, "toy", recipe)
+    return b"".join(d + b"\n\n" for texts in docs for d in texts)[: ends[600]]
+
+
+def toy_recipe(hub, **changes):
+    pins = [(data.HUB + name, len(hub.files[name]), hashlib.sha256(hub.files[name]).hexdigest()) for name in SHARDS]
+    return data.Recipe("toy", tuple(data.Source(*pin) for pin in pins), **{"separator": "\n\n"} | changes)
+
+
+def assert_whole(cache, expected, name="toy"):
+    """The corpus is there, and nothing but the corpus."""
+    corpus = data.load(name, 64)
+    assert corpus.tokens.tobytes() == expected
+    assert sorted(p.name for p in (cache / name).iterdir()) == ["lock", "meta.json", f"{name}.bin"]
+    record = json.loads((cache / name / "meta.json").read_text())
+    assert record["sha256"] == hashlib.sha256(expected).hexdigest() and record["size"] == len(expected)
+    return record
+
+
+def assert_nothing_trusted(cache, name="toy"):
+    assert not list(cache.rglob("*.bin"))
+    record = cache / name / "meta.json"
+    assert not record.exists() or json.loads(record.read_text())["sha256"] is None
+
+
+@pytest.mark.parametrize(
+    "faults, asked",
+    [
+        ([], "0"),
+        (["drop"], "0 h"),  # of 0, half and the rest
+        (["drop", "drop", "drop"], "0 h h h"),
+        (["stall"], "0 h"),
+        (["chunked"], "0 h"),  # a body that ends early without having said how long it is
+        (["truncated"], "0 0"),
+        (["says more"], "0 0"),
+        (["says less"], "0 0"),
+        (["drop", "no ranges"], "0 h"),
+        (["drop", "another range"], "0 h h"),
+        (["drop", 416], "0 h 0"),
+        ([403], "0 0"),
+        (["drop", 403, 401], "0 h h h"),
+        ([500, 503], "0 0 0"),
+        (["flip"], "0 0"),
+        (["drop", "flip"], "0 h 0"),
+        (["html"], "0 0"),
+        (["drop", "html"], "0 h h"),
+        (["drop", "truncated"], "0 h h"),
+        (["another range"], "0 0"),
+    ],
+    ids=str,
+)
+def test_download_outlives(faults, asked, hub, toy, cache):
+    hub.faults[SHARDS[0]] = list(faults)
+    record = assert_whole(cache, toy)
+    starts = [first for path, first, _, _ in hub.log if path == SHARDS[0]]
+    assert ["h" if first else "0" for first in starts] == asked.split()
+    if set(faults) <= {"drop", "stall", "chunked", 403, 401}:  # then nothing on the disk is fetched again
+        assert starts == sorted(starts)
+        assert sum(entry[3] for entry in hub.log if entry[0] == SHARDS[0]) <= len(hub.files[SHARDS[0]]) + len(faults) * 2**17
+    assert [s["url"] for s in record["sources"]] == [data.HUB + name for name in SHARDS]
+    assert [s["sha256"] for s in record["sources"]] == [hashlib.sha256(hub.files[name]).hexdigest() for name in SHARDS]
+    assert record["recipe"]["separator"] == "\n\n" and record["cut"]["source"] == data.HUB + SHARDS[1]
+    assert record["cut"]["documents"] == record["documents"] == 601
+    assert record["versions"].keys() == {"python", "numpy", "pyarrow", "requests"}
 
 
 # ---- splits and windows ----
