@@ -303,7 +303,8 @@ def insist(action, url, path, position=lambda: 0):
             return action()
         except requests.RequestException as e:
             failures = 1 if position() - before >= 1 << 20 else failures + 1
-            reason, status = " ".join(str(e).split())[:200], getattr(e.response, "status_code", 500)
+            reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
+            status = getattr(e.response, "status_code", 500)
             if (wait := wait_asked(e.response)) is None:
                 wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
             elif wait > LONGEST_WAIT:
