@@ -441,6 +441,7 @@ def obtain(source, folder, record):
                 if source.sha256 is None:
                     record["pins"][url] = size, sha256
                     write_record(folder, record)
+            note(f"downloading {url} ({size / 1e6:,.1f} MB)")
             download(url, size, sha256, path)
             return path, sha256
         except InputError as e:

@@ -1772,10 +1772,11 @@ def hub(tmp_path, monkeypatch):
                     entry[3] += len(body[i : i + (1 << 16)])
                     time.sleep(server.pause)
                 if fault == "stall":
-                    time.sleep(1)
+                    server.over.wait(30)
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     server.files, server.faults, server.log, server.headers, server.pause = {}, {}, [], {}, 0
+    server.over = threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -1785,6 +1786,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "BACKOFF", 1e-3)
     monkeypatch.setattr(data, "TIMEOUT", (5, 0.3))
     yield server
+    server.over.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -1853,8 +1855,9 @@ def assert_nothing_trusted(cache, name="toy"):
     ids=str,
 )
 def test_download_outlives(faults, asked, hub, toy, cache):
-    hub.faults[SHARDS[0]] = list(faults)
+    hub.faults[SHARDS[0]], begin = list(faults), time.perf_counter()
     record = assert_whole(cache, toy)
+    assert time.perf_counter() - begin < 15
     starts = [first for path, first, _, _ in hub.log if path == SHARDS[0]]
     assert ["h" if first else "0" for first in starts] == asked.split()
     if set(faults) <= {"drop", "stall", "chunked", 403, 401}:  # then nothing on the disk is fetched again
@@ -2177,6 +2180,22 @@ def test_download_killed_at_any_moment(phase, hub, toy, cache):
     assert len(stopped) > 4  # really at different moments
 
 
+def test_download_stopped_between_its_last_two_steps(hub, toy, cache, monkeypatch):
+    """The corpus has its name already, its record does not say yet that it is whole."""
+
+    def stop(folder, record):
+        if (cache / "toy" / "toy.bin").exists():
+            raise KeyboardInterrupt
+        write_record(folder, record)
+
+    write_record = data.write_record
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "write_record", stop)
+        data.load("toy", 64)
+    hub.files.clear()
+    assert_whole(cache, toy)
+
+
 def test_download_by_two_processes_at_once(hub, toy, cache):
     hub.pause = 0.1
     runs = [child(), child()]
@@ -2205,6 +2224,7 @@ def test_prepared_corpus_is_checked(hub, toy, cache, program):
     assert program(data, "toy")[0] == 0
     assert f"{path} is damaged" in program(data, "toy", "--verify")[2]
     path.write_bytes(toy[:-1])
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
     assert f"{path} is damaged" in program(data, "toy")[2]
     path.write_bytes(toy)  # a copy of it: hashed once, then known again
     hashed = []
@@ -2260,7 +2280,7 @@ def test_import_is_fast():
     def run(code):
         return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout
 
-    timed = "import time; t = time.perf_counter(); import data; print(time.perf_counter() - t)"
+    timed = "import time; t = time.process_time(); import data; print(time.process_time() - t)"  # whoever else computes
     assert min(float(run(timed)) for _ in range(5)) < 0.2
     assert run("import data, sys; print({'torch', 'requests', 'pyarrow'} & set(sys.modules))") == b"set()\n"
 
