@@ -1821,7 +1821,9 @@ def test_train_writes_a_whole_run(program, tmp_path):
     assert (code, err) == (0, "")
     assert "\x1b" not in out
     folder = tmp_path / "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1"
-    assert {p.name for p in folder.iterdir()} == {"log.jsonl", "last.pt", "best.pt", "sample.txt", "curve.png"}
+    assert {p.name for p in folder.iterdir()} == {
+        "log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"
+    }  # fmt: skip
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     events = report.read_log(folder)
     assert all({"event", "step", "tokens", "time_s"} <= e.keys() for e in events)
@@ -2275,7 +2277,7 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (None, [*SMALL, "--eval_only"], "--resume RUN --eval_only"),
     (None, [*SMALL, "--split", "test"], "--resume RUN --eval_only"),
     (None, ["--resume", "nothing"], "no checkpoint nothing"),
-    (None, ["--resume", "cache"], "no checkpoint in cache (looked for last.pt)"),
+    (None, ["--resume", "cache"], "no checkpoint in cache (looked for last.pt, prev.pt)"),
     (None, [*RESUME, "--model", "mamba"], "--model mamba differs from this run's hmamba"),
     (None, [*RESUME, "--size", "small"], "--size small differs from this run's tiny"),
     (other_text, [*RESUME, "--data", "other.txt"], "is not the data of this run"),
@@ -2298,8 +2300,8 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (None, [*SMALL, "--model", "mamba:L=1:L=2"], "sets L twice"),
     (no_log, [*RESUME, "--eval_only"], "log.jsonl is missing"),
     (foreign_checkpoint, ["--resume", "foreign.pt"], "checkpoint of other origin"),
-    (truncated_checkpoint, ["--resume", "short.pt"], "cut short, or of other origin"),
-    (unsafe_checkpoint, ["--resume", "unsafe.pt"], "cut short, or of other origin"),
+    (truncated_checkpoint, ["--resume", "short.pt"], "cut short, damaged, or of other origin"),
+    (unsafe_checkpoint, ["--resume", "unsafe.pt"], "unsafe.pt holds pathlib.PosixPath, and only tensors"),
     (other_version, ["--resume", "run/other.pt"], "does not fit this version of the models"),
     (None, ["--resume", "text.txt"], "not a readable checkpoint"),
 ]
@@ -2426,8 +2428,8 @@ def test_filters_of_the_logits():
         arguments = {"seen": none, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0} | changes
         return sample.filter_logits(logits, **arguments)
 
-    assert torch.equal(kept(), logits.double() - 2)  # the largest is 0: no overflow at any temperature
-    assert torch.equal(kept(temperature=0.5), 2 * logits.double() - 4)
+    assert torch.equal(kept(), logits - 2)  # the largest is 0: no overflow at any temperature
+    assert torch.equal(kept(temperature=0.5), 2 * logits - 4)
     assert kept(temperature=1e-300).softmax(-1).tolist() == [1, 0, 0, 0]
     assert kept(temperature=1e300).softmax(-1).tolist() == [0.25] * 4
     assert kept(top_p=1e-300).isfinite().tolist() == [True, False, False, False]
@@ -2440,6 +2442,8 @@ def test_filters_of_the_logits():
     assert kept(temperature=0).tolist() == [0.0, -math.inf, -math.inf, -math.inf]
     assert kept(seen=torch.tensor([0, 3]), repetition_penalty=2.0).tolist() == [0.0, 0.0, -1.0, -3.0]
     assert kept(seen=torch.tensor([0]), repetition_penalty=4.0, temperature=0).argmax() == 1
+    for penalty in (1e-300, 1e300):
+        assert not kept(seen=torch.tensor([0, 2, 3]), repetition_penalty=penalty, temperature=1e-300).isnan().any()
 
 
 def test_every_byte_sequence_can_be_shown():
