@@ -1803,10 +1803,28 @@ def course(folder):
 
 
 def assert_same_run(a, b):
+    """Bit for bit: log but for times, weights, optimizer, random numbers, text; and b has no torn line, no litter."""
     assert course(a) == course(b)
     x, y = weights(f"{a}/last.pt"), weights(f"{b}/last.pt")
     assert x.keys() == y.keys()
     assert all(torch.equal(x[k], y[k]) for k in x)
+    x, y = sample.read_checkpoint(f"{a}/last.pt"), sample.read_checkpoint(f"{b}/last.pt")
+    assert (x["step"], x["best"], x["optimizer"]["param_groups"]) == (
+        y["step"],
+        y["best"],
+        y["optimizer"]["param_groups"],
+    )
+    assert torch.equal(x["rng"]["cpu"], y["rng"]["cpu"])
+    assert Path(a, "sample.txt").read_bytes() == Path(b, "sample.txt").read_bytes()
+    assert all(json.loads(line)["event"] for line in Path(b, "log.jsonl").read_text().splitlines())
+    assert {p.name for p in Path(b).iterdir()} <= {
+        "log.jsonl",
+        "last.pt",
+        "prev.pt",
+        "best.pt",
+        "sample.txt",
+        "curve.png",
+    }
 
 
 def assert_nearly_same_course(a, b):
@@ -1903,26 +1921,74 @@ def test_signals_save_and_stop(program, monkeypatch, name):
     assert_same_run("straight", "cut")
 
 
-def read_if_there(path):
-    return path.read_text() if path.exists() else ""
+KILLS = """
+import json, os, random, signal, sys, time
+import data, train
+import torch._dynamo  # what the optimizer imports, once for all of them
+
+sys.modules["matplotlib"] = None
+real = {name: getattr(os, name) for name in ("replace", "fsync")}
+
+def run(argv, seconds=None, calls=None):
+    # train.py in a process of its own, killed after some seconds, or in place of its n-th call of os.replace or os.fsync.
+    child = os.fork()
+    if child:
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    def counted(name):
+        def call(*args):
+            nonlocal calls
+            calls -= 1
+            if calls == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real[name](*args)
+        return call
+    if calls is not None:
+        os.replace, os.fsync = counted("replace"), counted("fsync")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.argv = ["train.py", *argv]
+    try:
+        data.command_line(train.main)
+    except SystemExit as e:
+        os._exit(e.code)
+    os._exit(0)
+
+train.torch.set_num_threads(1)
+argv, rng, start = sys.argv[1:], random.Random(1), time.time()
+assert run([*argv, "--out", "straight"]) == 0
+duration = time.time() - start
+for i in range(20):
+    cut = [*argv, "--out", f"cut{i}", "--resume", f"cut{i}"]
+    status = run(cut, calls=rng.randrange(1, 35)) if i % 2 else run(cut, seconds=rng.random() * duration)
+    log = f"cut{i}/log.jsonl"
+    if os.path.exists(log) and b'"sample"' not in open(log, "rb").read():
+        with open(log, "a") as f:
+            f.write('{"event": "train", "step": 4')  # what a kill in the middle of a line leaves
+    try:
+        step = train.sample.read_checkpoint(f"cut{i}", ("last.pt", "prev.pt"))["step"]
+        logged = max(e["step"] for e in train.report.read_log(f"cut{i}"))
+    except train.InputError:
+        step, logged = None, 0
+    print(json.dumps([status, step, logged, run(cut)]), flush=True)
+"""
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_killed_run_resumes(program, tmp_path):
-    """kill -9 at some moment between two checkpoints: the log's surplus lines go, the course is the same."""
-    assert program(train, *SMALL, "--steps", 40, "--out", "straight")[0] == 0
-    command = [sys.executable, ROOT / "train.py", *SMALL, "--steps", "40", "--out", "cut"]
-    running = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL)
-    deadline = time.time() + 60
-    while '"step": 6,' not in read_if_there(tmp_path / "cut/log.jsonl") and time.time() < deadline:
-        time.sleep(0.01)
-    running.kill()
-    running.wait()
-    with open("cut/log.jsonl", "a") as f:
-        f.write('{"event": "train", "step": 4')  # what a kill in the middle of a line leaves
-    assert 0 <= sample.read_checkpoint("cut/last.pt")["step"] < 40
-    assert program(train, "--resume", "cut")[0] == 0
-    assert_same_run("straight", "cut")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_run_killed_at_twenty_moments_resumes(program):
+    """kill -9 at random times, and before random renames and flushes to the disk: the same command ends it, the same."""
+    argv = [sys.executable, "-c", KILLS, *SMALL, "--steps", "10"]
+    done = subprocess.run(argv, env=ENV | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kills = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kills) == 20
+    for i, (status, step, logged, again) in enumerate(kills):
+        assert (status, again) in ((-signal.SIGKILL, 0), (0, 0)), done.stderr
+        assert logged - (step or 0) <= 4  # --ckpt_every
+        assert_same_run("straight", f"cut{i}")
+    assert sum(status != 0 for status, *_ in kills) >= 15
+    assert {None, 0, 4, 8} <= {step for _, step, _, _ in kills}  # before the first checkpoint, and after each
 
 
 def test_run_stopped_before_its_first_step_resumes(program, monkeypatch):

@@ -59,7 +59,6 @@ PEAK_FLOPS = {  # dense bf16, by the device's full name
     "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12,
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
 }  # fmt: skip
-OUT_OF_MEMORY = "out of memory: lower --micro (same result) or --seq, or set --checkpointing"
 # What a resumed run may set anew: the rest would change its course.
 MAY_CHANGE = {"resume", "data", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every",
               "eval_only", "split"}  # fmt: skip
@@ -295,14 +294,14 @@ def train(s, corpus, device, single, checkpoint=None):
     torch.manual_seed(int(s.seeds))
     if checkpoint:
         model, folder = sample.build(checkpoint).to(device), Path(checkpoint["path"]).parent
-        for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
-            part.unlink(missing_ok=True)
         start_time = time.time() - checkpoint["meta"]["time_s"]
     else:
         model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
         model = model_class(config).to(device)
         folder = Path(broadcast_from_rank0(lambda: str(make_folder(s, corpus, single))))
         start_time = time.time()
+    for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
+        part.unlink(missing_ok=True)
     model.checkpointing = s.checkpointing
     optimizer, decay_groups = make_optimizer(model, s.lr, device)
     meta = {
@@ -336,9 +335,9 @@ def train(s, corpus, device, single, checkpoint=None):
     windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
     fixed = data.eval_index(val_windows, s.eval_seqs)
     local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    peak = PEAK_FLOPS.get(name) if s.dtype == "bfloat16" else None  # not known: no MFU
+    peak = None  # not known: no MFU
     if device.type == "cuda":
+        peak = PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if s.dtype == "bfloat16" else None
         torch.cuda.reset_peak_memory_stats(device)
     if s.schedule == "cosine" and s.warmup >= s.steps:
         print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
@@ -441,11 +440,11 @@ def train(s, corpus, device, single, checkpoint=None):
             text = "".join(sample.decode(sample.generate(model, list(b"\n"), 400, top_k=50)))
         with data.explain(f"write {folder}"):
             (folder / "sample.txt").write_text(text, encoding="utf-8")
-        log.write("sample", step, step * tokens_per_step, text=text)
         try:
             report.plot_curves([report.read_log(folder)], folder / "curve.png")
         except ImportError as e:
             print_rank0(f"note: no curve.png, as matplotlib cannot be imported ({e})")
+        log.write("sample", step, step * tokens_per_step, text=text)  # the last event of a run that is complete
         print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
     exit_on_signal()
     return folder
@@ -515,9 +514,9 @@ def find_checkpoint(given):
     def find():
         nonlocal found
         run = Path(given["resume"])
-        may_begin = given.get("out") == given["resume"] and not given.get("eval_only")
+        may_begin = given.get("out") == given["resume"] and not given.get("eval_only") and not run.is_file()
         if may_begin and not any((run / name).exists() for name in names):
-            if (run / "log.jsonl").exists() and b'"train"' in (run / "log.jsonl").read_bytes():
+            if (run / "log.jsonl").exists() and re.search(rb'"train".*}\n', (run / "log.jsonl").read_bytes()):
                 raise InputError(f"{run} holds the log of a run, but no checkpoint: name another folder")
             return None
         found = sample.read_checkpoint(run, names)
@@ -543,7 +542,7 @@ def main():
     except (MemoryError, RuntimeError) as e:
         with told_by_its_rank():
             if isinstance(e, MemoryError) or re.search("out of memory|allocate", str(e)):
-                raise InputError(OUT_OF_MEMORY) from None
+                raise InputError("out of memory: set --checkpointing, lower --micro (same result) or --seq") from None
         if world > 1 and (isinstance(e, dist.DistError) or re.search("gloo|NCCL", str(e))):
             why = " ".join(str(e).split())[:160]
             raise InputError(f"another rank ended, it or torchrun says why; here it was: {why}") from None  # by rank 0
@@ -568,10 +567,13 @@ def run(given, device):
             raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
         step, end = checkpoint["step"], s.stop_at or s.steps
         log = Path(checkpoint["path"]).with_name("log.jsonl")
-        done = [e["step"] for e in report.read_log(log) if e["event"] == "final"] if log.exists() else []
+        done = [e["step"] for e in report.read_log(log) if e["event"] == "sample"] if log.exists() else []
         if step > end or (step == end and done == [step]):
             advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
-            raise InputError(f"{checkpoint['path']} is at step {step} of {end} already: {advice}")
+            message = f"{checkpoint['path']} is at step {step} of {end} already: {advice}"
+            if step > end or given.get("out") != given["resume"]:
+                raise InputError(message)
+            return print_rank0(message)  # to a command that is started until it succeeds
         return train(s, corpus, device, True, checkpoint)
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
@@ -585,15 +587,13 @@ def run(given, device):
         raise InputError("--model, --size and --seeds must not repeat an entry")
     if "resume" in given and len(runs) > 1:
         raise InputError("--resume goes on with one run, not with a list of them")
-    begins = "resume" in given and Path(given["out"]).is_dir()
-    if "out" in given and not begins and (not given["out"] or Path(given["out"]).exists()):
+    if "out" in given and "resume" not in given and (not given["out"] or Path(given["out"]).exists()):
         raise InputError(f"--out {given['out']} exists: name another folder, or --resume {given['out']}")
     corpora = [load_data(s.data, s.seq) for s in runs]
     finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
     if rank == 0 and len(finished) > 1:
         print_rank0("steps to each validation target, interpolated between evaluations; the ratio to the first model:")
         print_rank0(report.targets_table([report.read_log(f) for f in finished]))
-    return None
 
 
 if __name__ == "__main__":
