@@ -3,6 +3,7 @@
 Groups: kernels against their references, models, data and its faults, training, sampling, report, README.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -1871,9 +1873,23 @@ def test_train_writes_a_whole_run(program, tmp_path):
     assert len(report.read_log(folder)) == len(events)
 
 
-def test_resume_continues_bit_for_bit(program):
-    for spec in ("hmamba:D=32:L=2:H=2:N=4", "mamba:D=32:L=2:H=2:N=4"):
-        name = spec.split(":")[0]
+def test_two_runs_of_one_command_give_the_same_log(program):
+    logs = []
+    for folder in ("runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1", "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1-2"):
+        assert program(train, *SMALL)[0] == 0
+        logs.append([{k: v for k, v in e.items() if k not in ("time_s", "tok_s")} for e in report.read_log(folder)])
+    assert logs[0] == logs[1]  # the header, and every digit of the losses, norms and the text
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Drawing them takes longer than a small run."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def test_resume_continues_bit_for_bit(program, no_curves):
+    for name in sample.MODELS:
+        spec = f"{name}:D=32:L=2:H=2:N=4" + ":head=8" * (name == "transformer")
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-straight")[0] == 0
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-cut", "--stop_at", 3)[0] == 0
         assert sample.read_checkpoint(f"{name}-cut/last.pt")["step"] == 3
@@ -1975,6 +1991,32 @@ for i in range(20):
 """
 
 
+def test_second_signal_stops_at_once(program, monkeypatch):
+    def interrupt(step, s):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("went on")
+        return 1e-3
+
+    monkeypatch.setattr(train, "learning_rate", interrupt)
+    assert program(train, *SMALL, "--out", "cut")[0] == 130
+    assert sample.read_checkpoint("cut/last.pt")["step"] == 4  # the regular one
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_out_of_memory_is_one_line(program, monkeypatch, device):
+    def allocate(*_):
+        if device == "CUDA":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return torch.empty(2**50)  # a petabyte: the CPU's allocator refuses
+
+    monkeypatch.setattr(train, "learning_rate", allocate)
+    line = "error: out of memory: set --checkpointing, lower --micro (same result) or --seq\n"
+    assert program(train, *SMALL, "--out", "run")[::2] == (2, line)
+    assert sample.read_checkpoint("run/last.pt")["step"] == 0
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_run_killed_at_twenty_moments_resumes(program):
     """kill -9 at random times, and before random renames and flushes to the disk: the same command ends it, the same."""
@@ -2058,6 +2100,7 @@ def test_a_last_step_that_diverges_is_no_result(program):
     code, _, err = program(train, *SMALL, "--steps", 1, "--lr", "1e30", "--schedule", "constant", "--out", "run")
     assert code == 2
     assert "the loss after step 1 is nan" in err
+    assert "the last good checkpoint is run/prev.pt" in err
     assert not any(e["event"] == "final" for e in report.read_log("run"))
     code, _, err = program(sample, "run/last.pt")
     assert code == 2
@@ -2215,7 +2258,13 @@ def test_a_diverging_run_stops_and_says_where(program, monkeypatch):
     """The loss itself, or the layer in which the backward first met it; the checkpoint before it is kept."""
     code, _, err = program(train, *SMALL, "--out", "run", "--lr", "1e30", "--warmup", "4", "--ckpt_every", 1)
     assert code == 2
-    assert re.fullmatch(r"error: step \d: loss nan, gradient norm nan, first not finite in the loss itself; .*\n", err)
+    assert re.fullmatch(
+        r"error: step 2: loss nan, gradient norm nan, first not finite in the loss itself; "
+        r"the last good checkpoint is run/prev.pt\n", err
+    )  # fmt: skip
+    idx = text_batch(1, 32)
+    for name, good in (("prev.pt", True), ("last.pt", False)):  # the last one was saved after the update that diverged
+        assert sample.load(f"run/{name}")[0](idx, idx)[1].isfinite() == good
 
     real, calls = hmamba.HMambaBlock.forward, []
 
@@ -2258,6 +2307,122 @@ def test_full_disk_keeps_the_old_checkpoint(program):
     assert Path("run/last.pt").read_bytes() == before
     assert not list(Path("run").glob("*.part"))
     assert program(train, "--resume", "run")[0] == 0
+
+
+def flip(path):
+    content = bytearray(Path(path).read_bytes())
+    content[len(content) // 2] ^= 1
+    Path(path).write_bytes(content)
+
+
+def cut_short(path):
+    os.truncate(path, os.path.getsize(path) - 100)
+
+
+def remove(path):  # what a kill between the two renamings leaves
+    Path(path).unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut_short, remove])
+def test_damaged_last_checkpoint_falls_back_to_the_one_before(program, no_curves, damage):
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+    assert program(train, *SMALL, "--out", "cut", "--stop_at", 6)[0] == 0
+    assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [6, 4]
+    damage("cut/last.pt")
+    code, _, err = program(train, "--resume", "cut", "--stop_at", 7)
+    assert code == 0
+    warning = "" if damage is remove else r"warning: cut/last.pt is .*damaged.*; prev.pt takes its place\n"
+    assert re.fullmatch(warning, err)
+    # The damaged one has not taken the place of the good one.
+    assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [7, 4]
+    assert program(train, "--resume", "cut")[::2] == (0, "")
+    assert_same_run("straight", "cut")
+    for path in ("cut/last.pt", "cut/prev.pt"):
+        flip(path)
+    code, _, err = program(train, "--resume", "cut")
+    assert code == 2
+    assert err.splitlines()[-1] == "error: cut/prev.pt is damaged: its bytes are not those that were written"
+
+
+def test_damaged_best_checkpoint_falls_back_to_the_last(program):
+    assert program(train, *SMALL, "--out", "run", "--stop_at", 4)[0] == 0
+    flip("run/best.pt")
+    code, _, err = program(sample, "run", "--length", 3)
+    assert code == 0
+    assert (
+        "warning: run/best.pt is damaged: its bytes are not those that were written; last.pt takes its place\n" in err
+    )
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("touch hostile",)
+
+
+def hostile_pickle():
+    torch.save({"format": sample.FORMAT, "meta": RunsCode()}, "hostile.pt")
+
+
+def hostile_old_format():
+    torch.save({"meta": RunsCode()}, "hostile.pt", _use_new_zipfile_serialization=False)
+
+
+def bytes_in_a_checkpoint():
+    torch.save({"format": sample.FORMAT, "meta": bytearray(9)}, "hostile.pt")
+
+
+def zip_bomb():
+    """A file of a few kB that unpacks to 64 MB."""
+    with zipfile.ZipFile("hostile.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", bytes(2**26))
+
+
+def overlapping_zip_bomb():
+    """A thousand entries that are all the same megabyte."""
+    with zipfile.ZipFile("hostile.pt", "w") as archive:
+        archive.writestr("x/data/0", bytes(2**20))
+        for i in range(1000):
+            info = copy.copy(archive.filelist[0])
+            info.filename = f"x/data/{i + 1}"
+            archive.filelist.append(info)
+
+
+HOSTILE = [
+    (hostile_pickle, "hostile.pt holds posix.system, and only tensors, numbers and text are loaded"),
+    (hostile_old_format, "hostile.pt is not a readable checkpoint"),
+    (bytes_in_a_checkpoint, "hostile.pt holds __builtin__.bytearray, and only tensors, numbers and text are loaded"),
+    (zip_bomb, "hostile.pt is not a checkpoint: it unpacks to more than its own size"),
+    (overlapping_zip_bomb, "hostile.pt is not a checkpoint: it unpacks to more than its own size"),
+]
+
+
+@pytest.mark.parametrize(("make_file", "message"), HOSTILE, ids=[f.__name__ for f, _ in HOSTILE])
+@pytest.mark.parametrize("module", [train, sample], ids=["train", "sample"])
+def test_hostile_checkpoints_are_not_even_opened(program, monkeypatch, make_file, message, module):
+    """One line, exit code 2; nothing was run, handed to torch or, of the bombs, unpacked."""
+    make_file()
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+    if make_file in (zip_bomb, overlapping_zip_bomb):
+        monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: pytest.fail("it was unpacked"))
+    code, _, err = program(module, *(["--resume"] if module is train else []), "hostile.pt")
+    assert code == 2
+    assert re.fullmatch(f"error: {re.escape(message)}.*\n", err)
+    assert not Path("hostile").exists()
+
+
+@pytest.mark.parametrize("change", [{"D": 10**6}, {"L": 10**9}, {"V": 10**12}, {"N": 10**9}], ids=str)
+def test_checkpoint_that_asks_for_a_huge_model(program, change):
+    def grow(checkpoint):
+        meta = json.loads(checkpoint["meta"])
+        meta["config"] |= change
+        checkpoint["meta"] = json.dumps(meta)
+
+    assert program(train, *SMALL, "--stop_at", 1, "--out", "run")[0] == 0
+    resave("run/huge.pt", grow)
+    code, _, err = program(train, "--resume", "run/huge.pt")
+    assert code == 2
+    assert "its config asks for more parameters than it holds" in err
+    assert err.count("\n") == 1
 
 
 def foreign_checkpoint():
