@@ -109,14 +109,17 @@ def cache_dir():
     return Path(os.environ.get("NANOHILBERT_DATA") or Path(__file__).parent / "data").resolve()
 
 
-def replace_file(path, write):
-    """write(f) makes the content of `path`: at any moment, also after a crash, it is the old file or the new one, whole."""
+def replace_file(path, write, keep=None):
+    """write(f) makes the content of `path`: at any moment, also after a crash, it is the old file or the new one, whole.
+    `keep`: the old file gets this name (and for a moment `path` is missing)."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # unique: another process may be doing the same
     try:
         with open(part, "xb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())
+        if keep and path.exists():
+            os.replace(path, keep)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reads the logs of train.py and tasks.py: steps to a target loss, their ratios, learning curves; length generalization.
+"""The logs of train.py and tasks.py, written and read: steps to a target loss, learning curves; length generalization.
 
     python report.py runs/hmamba-stdlib-tiny-s1 runs/mamba-stdlib-tiny-s1 --out curves.png
     python report.py runs/tasks-40/* --out figures
@@ -9,13 +9,61 @@ Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence M
 
 import json
 import math
+import os
+import platform
 import statistics
+import subprocess
 import sys
+import time
 from pathlib import Path
 
-from data import InputError, Parser, command_line, explain
+from data import InputError, Parser, command_line, explain, replace_file
 
 TARGETS = (3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
+
+
+class Log:
+    """log.jsonl of a run, one JSON object a line."""
+
+    def __init__(self, folder, start, keep=None, active=True):
+        """Args: start: the time at which time_s is 0; keep: on resuming, events after this step are dropped;
+        active: False for all ranks but the first, which alone writes."""
+        self.path, self.start, self.active = folder / "log.jsonl", start, active
+        if keep is not None and active and self.path.exists():
+            kept = [e for e in read_log(self.path) if e["step"] <= keep and e["event"] not in ("final", "sample")]
+            with explain(f"write {self.path}"):
+                replace_file(self.path, lambda f: f.write("".join(json.dumps(e) + "\n" for e in kept).encode()))
+        elif active and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self.path.write_text(self.path.read_text(errors="replace") + "\n")  # after a line that a kill cut short
+
+    def write(self, event, step, tokens, **values):
+        if self.active:
+            time_s = round(time.time() - self.start, 3)
+            line = json.dumps({"event": event, "step": step, "tokens": tokens, "time_s": time_s} | values)
+            with explain(f"write {self.path}"), open(self.path, "a") as f:
+                f.write(line + "\n")
+
+    def sync(self):
+        """What was written is on the disk when this returns."""
+        with explain(f"write {self.path}"), open(self.path, "a") as f:
+            os.fsync(f.fileno())
+
+
+def provenance(device, world):
+    """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device, ranks."""
+    import numpy as np
+    import torch
+
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        git = None
+    return {
+        "git": git, "world": world, "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
+    }  # fmt: skip
 
 
 def read_log(path):

@@ -3,28 +3,32 @@
     python sample.py                                    the newest run in runs/
     python sample.py runs/hmamba-stdlib-tiny-s1 --prompt "def main(" --temperature 0.7 --length 1000
 
-Also the home of MODELS, of model specs ("hmamba:N=4") and of the one checkpoint loader, `load`.
+Also the home of MODELS, of model specs ("hmamba:N=4") and of checkpoints: `save_checkpoint` and the one loader, `load`.
 """
 
 import codecs
 import json
-import platform
-import subprocess
+import os
+import pickletools
+import re
 import sys
 import time
 import unicodedata
+import zipfile
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import hmamba
 import htransformer
-from data import InputError, Parser, command_line
+from data import InputError, Parser, command_line, explain, replace_file
 
 MODELS = hmamba.MODELS | htransformer.MODELS
 FORMAT = "nanohilbert-1"  # of checkpoints
+PLAIN = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")  # of its pickle
+TINY = 1e-30  # float32 holds it, its inverse, and scores divided by it
 PREFILL = 4096  # prompt tokens read in one pass
 
 
@@ -77,57 +81,96 @@ def pick_device(name):
     return device
 
 
-def provenance(device):
-    """What runs: code revision ("-dirty" if changed, None outside a git checkout), versions, device."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+def save_checkpoint(path, meta, model, optimizer, step, best, keep=None):
+    """Replaces the file `path` whole; what it held before gets the name `keep`, if one is given. optimizer: or None."""
+    checkpoint = {"format": FORMAT, "meta": json.dumps(meta), "model": model.state_dict(), "step": step,
+                  "optimizer": optimizer.state_dict() if optimizer else {}, "best": best,
+                  "rng": {"cpu": torch.get_rng_state()}}  # fmt: skip
     try:
-        git = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        git = None
-    return {
-        "git": git, "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
-    }  # fmt: skip
+        replace_file(path, lambda f: torch.save(checkpoint, f), keep)
+    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
+        kept = "; the one saved before is intact" if path.exists() else ""
+        raise InputError(f"cannot write {path} ({str(e).splitlines()[0]}): is the disk full?{kept}") from None
 
 
-def read_checkpoint(path, names=("best.pt", "last.pt")):
-    """The dict that train.py saved, on the CPU, with "meta" decoded. `path` is a file, or a run folder: there the first of
-    `names` that exists. Raises InputError for anything that is not a whole checkpoint of ours."""
+def read_checkpoint(path, names=("best.pt", "last.pt", "prev.pt")):
+    """The dict that save_checkpoint wrote, on the CPU, with "meta" decoded. `path` is a file, or a run folder: there the
+    first of `names` that is whole, with a warning for each that is not. Raises InputError for anything that is not a whole
+    checkpoint of ours."""
     path = Path(path)
-    if path.is_dir():
-        found = [path / name for name in names if (path / name).exists()]
-        if not found:
-            raise InputError(f"no checkpoint in {path} (looked for {', '.join(names)})")
-        path = found[0]
+    files = [path / name for name in names if (path / name).exists()] if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"no checkpoint in {path} (looked for {', '.join(names)})")
+    for file, other in pairwise(files):
+        try:
+            return read_file(file)
+        except InputError as e:
+            print(f"warning: {e}; {other.name} takes its place", file=sys.stderr)
+    return read_file(files[-1])
+
+
+def read_file(path):
     if not path.is_file():
         raise InputError(f"no checkpoint {path}: give a run folder or a .pt file")
     try:
+        with explain(f"read {path}"):
+            check_archive(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:  # noqa: BLE001  torch raises many kinds for what is cut short or no checkpoint
-        raise InputError(
-            f"{path} is not a readable checkpoint: cut short, or of other origin ({type(e).__name__})"
-        ) from None
+    except (InputError, MemoryError):
+        raise
+    except Exception as e:  # zipfile, pickletools and torch raise many kinds
+        if "allocate" in str(e):
+            raise
+        raise InputError(f"{path} is not a readable checkpoint: cut short, damaged, or of other origin "
+                         f"({type(e).__name__})") from None  # fmt: skip
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise InputError(f"{path} is a checkpoint of other origin: its format is not {FORMAT}")
     try:
         meta = json.loads(checkpoint["meta"])
-        missing = {"spec", "size", "config", "settings", "data", "time_s"} - meta.keys()
-        missing |= {"model", "optimizer", "step", "best", "rng"} - checkpoint.keys()
-    except (KeyError, TypeError, ValueError, AttributeError):
-        missing = {"meta"}
-    if missing:
-        raise InputError(f"{path} is damaged or from another version: it lacks {', '.join(sorted(missing))}")
+        lacks = wrong_keys(checkpoint, model=dict, optimizer=dict, step=int, best=dict, rng=dict)
+        lacks += wrong_keys(meta, spec=str, size=str, config=dict, settings=dict, data=dict, time_s=float)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        lacks = ["meta"]
+    if lacks:
+        raise InputError(f"{path} is damaged or from another version: it lacks {', '.join(sorted(lacks))}")
     return checkpoint | {"meta": meta, "path": str(path)}
+
+
+def wrong_keys(values, **kinds):
+    return [key for key, kind in kinds.items() if not isinstance(values.get(key), kind)]
+
+
+def check_archive(path):
+    """Raises an exception unless the file is what torch.save makes of tensors, numbers and strings, and whole.
+
+    Nothing is unpickled or unpacked for that: a pickle can run code, and a zip archive of a kilobyte can hold a terabyte."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
+        if packed or sum(e.file_size for e in entries) > path.stat().st_size:
+            raise InputError(f"{path} is not a checkpoint: it unpacks to more than its own size")
+        if archive.testzip():  # the checksums: torch does not look at them
+            raise InputError(f"{path} is damaged: its bytes are not those that were written")
+        for entry in entries:
+            if entry.filename.endswith("/data.pkl"):
+                for opcode, argument, _ in pickletools.genops(archive.read(entry)):
+                    if opcode.name == "GLOBAL" and not PLAIN.fullmatch(argument):
+                        name = printable(argument.replace(" ", "."))[:60]
+                        raise InputError(f"{path} holds {name}, and only tensors, numbers and text are loaded")
 
 
 def build(checkpoint):
     """The model of a checkpoint from read_checkpoint, with its weights, on the CPU. Raises InputError if they do not fit."""
-    meta = checkpoint["meta"]
+    meta, saved = checkpoint["meta"], checkpoint["model"]
     try:
         model_class = MODELS[meta["spec"].split(":")[0]]
-        model = model_class(model_class.Config(**meta["config"]))
-        model.load_state_dict(checkpoint["model"])
+        config = model_class.Config(**meta["config"])
+        with torch.device("meta"):  # nothing is allocated yet; a layer has several tensors
+            sketch = model_class(config) if getattr(config, "L", 0) <= len(saved) else None
+        if not sketch or 4 * sum(p.numel() for p in sketch.parameters()) > os.path.getsize(checkpoint["path"]):
+            raise ValueError("its config asks for more parameters than it holds")
+        model = model_class(config)
+        model.load_state_dict(saved)
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         message = " ".join(str(e).split())[:200]
         raise InputError(f"{checkpoint['path']} does not fit this version of the models: {message}") from None
@@ -148,7 +191,8 @@ def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
     Raises InputError if the scores are not finite."""
     if not logits.isfinite().all():
         raise InputError("the model's scores are not finite: its training diverged")
-    logits = logits.double()
+    logits = logits.float()
+    temperature, repetition_penalty = (x and min(max(x, TINY), 1 / TINY) for x in (temperature, repetition_penalty))
     if repetition_penalty != 1:  # Keskar et al., arXiv 1909.05858, section 4.1
         chosen = logits[seen]
         logits = logits.index_put(
@@ -161,7 +205,7 @@ def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:  # the smallest set of tokens that holds top_p of the probability
         p, order = logits.softmax(-1).sort(descending=True, stable=True)
-        logits = logits.index_fill(0, order[p.cumsum(-1) - p >= top_p], -torch.inf)
+        logits = logits.index_fill(0, order[p.cumsum(-1) - p >= max(top_p, TINY)], -torch.inf)
     return logits
 
 

@@ -216,7 +216,7 @@ def train(s, seeds, device):
         "event": "header", "step": 0, "tokens": 0, "time_s": 0.0, "trained_together": seeds,
         "params": {"total": sum(p.numel() for p in model.parameters()) // S},
         "data": {"name": s.task, "classes": classes, "shares": (torch.bincount(y.flatten(), minlength=classes) / y.numel()).tolist()},
-    } | sample.provenance(device)  # fmt: skip
+    } | report.provenance(device, 1)  # fmt: skip
     logs = [[header | {"settings": asdict(replace(s, seed=seed))}] for seed in seeds]
 
     def write(event, epoch, **values):

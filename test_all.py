@@ -4,6 +4,7 @@ Groups: kernels against their references, models, data and its faults, training,
 """
 
 import contextlib
+import copy
 import dataclasses
 import email.utils
 import hashlib
@@ -2469,10 +2470,28 @@ def course(folder):
 
 
 def assert_same_run(a, b):
+    """Bit for bit: log but for times, weights, optimizer, random numbers, text; and b has no torn line, no litter."""
     assert course(a) == course(b)
     x, y = weights(f"{a}/last.pt"), weights(f"{b}/last.pt")
     assert x.keys() == y.keys()
     assert all(torch.equal(x[k], y[k]) for k in x)
+    x, y = sample.read_checkpoint(f"{a}/last.pt"), sample.read_checkpoint(f"{b}/last.pt")
+    assert (x["step"], x["best"], x["optimizer"]["param_groups"]) == (
+        y["step"],
+        y["best"],
+        y["optimizer"]["param_groups"],
+    )
+    assert torch.equal(x["rng"]["cpu"], y["rng"]["cpu"])
+    assert Path(a, "sample.txt").read_bytes() == Path(b, "sample.txt").read_bytes()
+    assert all(json.loads(line)["event"] for line in Path(b, "log.jsonl").read_text().splitlines())
+    assert {p.name for p in Path(b).iterdir()} <= {
+        "log.jsonl",
+        "last.pt",
+        "prev.pt",
+        "best.pt",
+        "sample.txt",
+        "curve.png",
+    }
 
 
 def assert_nearly_same_course(a, b):
@@ -2487,7 +2506,9 @@ def test_train_writes_a_whole_run(program, tmp_path):
     assert (code, err) == (0, "")
     assert "\x1b" not in out
     folder = tmp_path / "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1"
-    assert {p.name for p in folder.iterdir()} == {"log.jsonl", "last.pt", "best.pt", "sample.txt", "curve.png"}
+    assert {p.name for p in folder.iterdir()} == {
+        "log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"
+    }  # fmt: skip
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     events = report.read_log(folder)
     assert all({"event", "step", "tokens", "time_s"} <= e.keys() for e in events)
@@ -2517,9 +2538,23 @@ def test_train_writes_a_whole_run(program, tmp_path):
     assert len(report.read_log(folder)) == len(events)
 
 
-def test_resume_continues_bit_for_bit(program):
-    for spec in ("hmamba:D=32:L=2:H=2:N=4", "mamba:D=32:L=2:H=2:N=4"):
-        name = spec.split(":")[0]
+def test_two_runs_of_one_command_give_the_same_log(program):
+    logs = []
+    for folder in ("runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1", "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1-2"):
+        assert program(train, *SMALL)[0] == 0
+        logs.append([{k: v for k, v in e.items() if k not in ("time_s", "tok_s")} for e in report.read_log(folder)])
+    assert logs[0] == logs[1]  # the header, and every digit of the losses, norms and the text
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Drawing them takes longer than a small run."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def test_resume_continues_bit_for_bit(program, no_curves):
+    for name in sample.MODELS:
+        spec = f"{name}:D=32:L=2:H=2:N=4" + ":head=8" * (name == "transformer")
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-straight")[0] == 0
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-cut", "--stop_at", 3)[0] == 0
         assert sample.read_checkpoint(f"{name}-cut/last.pt")["step"] == 3
@@ -2567,26 +2602,100 @@ def test_signals_save_and_stop(program, monkeypatch, name):
     assert_same_run("straight", "cut")
 
 
-def read_if_there(path):
-    return path.read_text() if path.exists() else ""
+KILLS = """
+import json, os, random, signal, sys, time
+import data, train
+import torch._dynamo  # what the optimizer imports, once for all of them
+
+sys.modules["matplotlib"] = None
+real = {name: getattr(os, name) for name in ("replace", "fsync")}
+
+def run(argv, seconds=None, calls=None):
+    # train.py in a process of its own, killed after some seconds, or in place of its n-th call of os.replace or os.fsync.
+    child = os.fork()
+    if child:
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    def counted(name):
+        def call(*args):
+            nonlocal calls
+            calls -= 1
+            if calls == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real[name](*args)
+        return call
+    if calls is not None:
+        os.replace, os.fsync = counted("replace"), counted("fsync")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.argv = ["train.py", *argv]
+    try:
+        data.command_line(train.main)
+    except SystemExit as e:
+        os._exit(e.code)
+    os._exit(0)
+
+train.torch.set_num_threads(1)
+argv, rng, start = sys.argv[1:], random.Random(1), time.time()
+assert run([*argv, "--out", "straight"]) == 0
+duration = time.time() - start
+for i in range(20):
+    cut = [*argv, "--out", f"cut{i}", "--resume", f"cut{i}"]
+    status = run(cut, calls=rng.randrange(1, 35)) if i % 2 else run(cut, seconds=rng.random() * duration)
+    log = f"cut{i}/log.jsonl"
+    if os.path.exists(log) and b'"sample"' not in open(log, "rb").read():
+        with open(log, "a") as f:
+            f.write('{"event": "train", "step": 4')  # what a kill in the middle of a line leaves
+    try:
+        step = train.sample.read_checkpoint(f"cut{i}", ("last.pt", "prev.pt"))["step"]
+        logged = max(e["step"] for e in train.report.read_log(f"cut{i}"))
+    except train.InputError:
+        step, logged = None, 0
+    print(json.dumps([status, step, logged, run(cut)]), flush=True)
+"""
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_killed_run_resumes(program, tmp_path):
-    """kill -9 at some moment between two checkpoints: the log's surplus lines go, the course is the same."""
-    assert program(train, *SMALL, "--steps", 40, "--out", "straight")[0] == 0
-    command = [sys.executable, ROOT / "train.py", *SMALL, "--steps", "40", "--out", "cut"]
-    running = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL)
-    deadline = time.time() + 60
-    while '"step": 6,' not in read_if_there(tmp_path / "cut/log.jsonl") and time.time() < deadline:
-        time.sleep(0.01)
-    running.kill()
-    running.wait()
-    with open("cut/log.jsonl", "a") as f:
-        f.write('{"event": "train", "step": 4')  # what a kill in the middle of a line leaves
-    assert 0 <= sample.read_checkpoint("cut/last.pt")["step"] < 40
-    assert program(train, "--resume", "cut")[0] == 0
-    assert_same_run("straight", "cut")
+def test_second_signal_stops_at_once(program, monkeypatch):
+    def interrupt(step, s):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("went on")
+        return 1e-3
+
+    monkeypatch.setattr(train, "learning_rate", interrupt)
+    assert program(train, *SMALL, "--out", "cut")[0] == 130
+    assert sample.read_checkpoint("cut/last.pt")["step"] == 4  # the regular one
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_out_of_memory_is_one_line(program, monkeypatch, device):
+    def allocate(*_):
+        if device == "CUDA":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return torch.empty(2**50)  # a petabyte: the CPU's allocator refuses
+
+    monkeypatch.setattr(train, "learning_rate", allocate)
+    line = "error: out of memory: set --checkpointing, lower --micro (same result) or --seq\n"
+    assert program(train, *SMALL, "--out", "run")[::2] == (2, line)
+    assert sample.read_checkpoint("run/last.pt")["step"] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_run_killed_at_twenty_moments_resumes(program):
+    """kill -9 at random times, and before random renames and flushes to the disk: the same command ends it, the same."""
+    argv = [sys.executable, "-c", KILLS, *SMALL, "--steps", "10"]
+    done = subprocess.run(argv, env=ENV | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kills = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kills) == 20
+    for i, (status, step, logged, again) in enumerate(kills):
+        assert (status, again) in ((-signal.SIGKILL, 0), (0, 0)), done.stderr
+        assert logged - (step or 0) <= 4  # --ckpt_every
+        assert_same_run("straight", f"cut{i}")
+    assert sum(status != 0 for status, *_ in kills) >= 15
+    assert {None, 0, 4, 8} <= {step for _, step, _, _ in kills}  # before the first checkpoint, and after each
 
 
 def test_run_stopped_before_its_first_step_resumes(program, monkeypatch):
@@ -2656,6 +2765,7 @@ def test_a_last_step_that_diverges_is_no_result(program):
     code, _, err = program(train, *SMALL, "--steps", 1, "--lr", "1e30", "--schedule", "constant", "--out", "run")
     assert code == 2
     assert "the loss after step 1 is nan" in err
+    assert "the last good checkpoint is run/prev.pt" in err
     assert not any(e["event"] == "final" for e in report.read_log("run"))
     code, _, err = program(sample, "run/last.pt")
     assert code == 2
@@ -2813,7 +2923,13 @@ def test_a_diverging_run_stops_and_says_where(program, monkeypatch):
     """The loss itself, or the layer in which the backward first met it; the checkpoint before it is kept."""
     code, _, err = program(train, *SMALL, "--out", "run", "--lr", "1e30", "--warmup", "4", "--ckpt_every", 1)
     assert code == 2
-    assert re.fullmatch(r"error: step \d: loss nan, gradient norm nan, first not finite in the loss itself; .*\n", err)
+    assert re.fullmatch(
+        r"error: step 2: loss nan, gradient norm nan, first not finite in the loss itself; "
+        r"the last good checkpoint is run/prev.pt\n", err
+    )  # fmt: skip
+    idx = text_batch(1, 32)
+    for name, good in (("prev.pt", True), ("last.pt", False)):  # the last one was saved after the update that diverged
+        assert sample.load(f"run/{name}")[0](idx, idx)[1].isfinite() == good
 
     real, calls = hmamba.HMambaBlock.forward, []
 
@@ -2856,6 +2972,122 @@ def test_full_disk_keeps_the_old_checkpoint(program):
     assert Path("run/last.pt").read_bytes() == before
     assert not list(Path("run").glob("*.part"))
     assert program(train, "--resume", "run")[0] == 0
+
+
+def flip_file(path):
+    content = bytearray(Path(path).read_bytes())
+    content[len(content) // 2] ^= 1
+    Path(path).write_bytes(content)
+
+
+def cut_short(path):
+    os.truncate(path, os.path.getsize(path) - 100)
+
+
+def remove(path):  # what a kill between the two renamings leaves
+    Path(path).unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut_short, remove])
+def test_damaged_last_checkpoint_falls_back_to_the_one_before(program, no_curves, damage):
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+    assert program(train, *SMALL, "--out", "cut", "--stop_at", 6)[0] == 0
+    assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [6, 4]
+    damage("cut/last.pt")
+    code, _, err = program(train, "--resume", "cut", "--stop_at", 7)
+    assert code == 0
+    warning = "" if damage is remove else r"warning: cut/last.pt is .*damaged.*; prev.pt takes its place\n"
+    assert re.fullmatch(warning, err)
+    # The damaged one has not taken the place of the good one.
+    assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [7, 4]
+    assert program(train, "--resume", "cut")[::2] == (0, "")
+    assert_same_run("straight", "cut")
+    for path in ("cut/last.pt", "cut/prev.pt"):
+        flip_file(path)
+    code, _, err = program(train, "--resume", "cut")
+    assert code == 2
+    assert err.splitlines()[-1] == "error: cut/prev.pt is damaged: its bytes are not those that were written"
+
+
+def test_damaged_best_checkpoint_falls_back_to_the_last(program):
+    assert program(train, *SMALL, "--out", "run", "--stop_at", 4)[0] == 0
+    flip_file("run/best.pt")
+    code, _, err = program(sample, "run", "--length", 3)
+    assert code == 0
+    assert (
+        "warning: run/best.pt is damaged: its bytes are not those that were written; last.pt takes its place\n" in err
+    )
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("touch hostile",)
+
+
+def hostile_pickle():
+    torch.save({"format": sample.FORMAT, "meta": RunsCode()}, "hostile.pt")
+
+
+def hostile_old_format():
+    torch.save({"meta": RunsCode()}, "hostile.pt", _use_new_zipfile_serialization=False)
+
+
+def bytes_in_a_checkpoint():
+    torch.save({"format": sample.FORMAT, "meta": bytearray(9)}, "hostile.pt")
+
+
+def zip_bomb():
+    """A file of a few kB that unpacks to 64 MB."""
+    with zipfile.ZipFile("hostile.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", bytes(2**26))
+
+
+def overlapping_zip_bomb():
+    """A thousand entries that are all the same megabyte."""
+    with zipfile.ZipFile("hostile.pt", "w") as archive:
+        archive.writestr("x/data/0", bytes(2**20))
+        for i in range(1000):
+            info = copy.copy(archive.filelist[0])
+            info.filename = f"x/data/{i + 1}"
+            archive.filelist.append(info)
+
+
+HOSTILE = [
+    (hostile_pickle, "hostile.pt holds posix.system, and only tensors, numbers and text are loaded"),
+    (hostile_old_format, "hostile.pt is not a readable checkpoint"),
+    (bytes_in_a_checkpoint, "hostile.pt holds __builtin__.bytearray, and only tensors, numbers and text are loaded"),
+    (zip_bomb, "hostile.pt is not a checkpoint: it unpacks to more than its own size"),
+    (overlapping_zip_bomb, "hostile.pt is not a checkpoint: it unpacks to more than its own size"),
+]
+
+
+@pytest.mark.parametrize(("make_file", "message"), HOSTILE, ids=[f.__name__ for f, _ in HOSTILE])
+@pytest.mark.parametrize("module", [train, sample], ids=["train", "sample"])
+def test_hostile_checkpoints_are_not_even_opened(program, monkeypatch, make_file, message, module):
+    """One line, exit code 2; nothing was run, handed to torch or, of the bombs, unpacked."""
+    make_file()
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
+    if make_file in (zip_bomb, overlapping_zip_bomb):
+        monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: pytest.fail("it was unpacked"))
+    code, _, err = program(module, *(["--resume"] if module is train else []), "hostile.pt")
+    assert code == 2
+    assert re.fullmatch(f"error: {re.escape(message)}.*\n", err)
+    assert not Path("hostile").exists()
+
+
+@pytest.mark.parametrize("change", [{"D": 10**6}, {"L": 10**9}, {"V": 10**12}, {"N": 10**9}], ids=str)
+def test_checkpoint_that_asks_for_a_huge_model(program, change):
+    def grow(checkpoint):
+        meta = json.loads(checkpoint["meta"])
+        meta["config"] |= change
+        checkpoint["meta"] = json.dumps(meta)
+
+    assert program(train, *SMALL, "--stop_at", 1, "--out", "run")[0] == 0
+    resave("run/huge.pt", grow)
+    code, _, err = program(train, "--resume", "run/huge.pt")
+    assert code == 2
+    assert "its config asks for more parameters than it holds" in err
+    assert err.count("\n") == 1
 
 
 def foreign_checkpoint():
@@ -2941,7 +3173,7 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (None, [*SMALL, "--eval_only"], "--resume RUN --eval_only"),
     (None, [*SMALL, "--split", "test"], "--resume RUN --eval_only"),
     (None, ["--resume", "nothing"], "no checkpoint nothing"),
-    (None, ["--resume", "cache"], "no checkpoint in cache (looked for last.pt)"),
+    (None, ["--resume", "cache"], "no checkpoint in cache (looked for last.pt, prev.pt)"),
     (None, [*RESUME, "--model", "mamba"], "--model mamba differs from this run's hmamba"),
     (None, [*RESUME, "--size", "small"], "--size small differs from this run's tiny"),
     (other_text, [*RESUME, "--data", "other.txt"], "is not the data of this run"),
@@ -2964,8 +3196,8 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (None, [*SMALL, "--model", "mamba:L=1:L=2"], "sets L twice"),
     (no_log, [*RESUME, "--eval_only"], "log.jsonl is missing"),
     (foreign_checkpoint, ["--resume", "foreign.pt"], "checkpoint of other origin"),
-    (truncated_checkpoint, ["--resume", "short.pt"], "cut short, or of other origin"),
-    (unsafe_checkpoint, ["--resume", "unsafe.pt"], "cut short, or of other origin"),
+    (truncated_checkpoint, ["--resume", "short.pt"], "cut short, damaged, or of other origin"),
+    (unsafe_checkpoint, ["--resume", "unsafe.pt"], "unsafe.pt holds pathlib.PosixPath, and only tensors"),
     (other_version, ["--resume", "run/other.pt"], "does not fit this version of the models"),
     (None, ["--resume", "text.txt"], "not a readable checkpoint"),
 ]
@@ -3092,8 +3324,8 @@ def test_filters_of_the_logits():
         arguments = {"seen": none, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0} | changes
         return sample.filter_logits(logits, **arguments)
 
-    assert torch.equal(kept(), logits.double() - 2)  # the largest is 0: no overflow at any temperature
-    assert torch.equal(kept(temperature=0.5), 2 * logits.double() - 4)
+    assert torch.equal(kept(), logits - 2)  # the largest is 0: no overflow at any temperature
+    assert torch.equal(kept(temperature=0.5), 2 * logits - 4)
     assert kept(temperature=1e-300).softmax(-1).tolist() == [1, 0, 0, 0]
     assert kept(temperature=1e300).softmax(-1).tolist() == [0.25] * 4
     assert kept(top_p=1e-300).isfinite().tolist() == [True, False, False, False]
@@ -3106,6 +3338,8 @@ def test_filters_of_the_logits():
     assert kept(temperature=0).tolist() == [0.0, -math.inf, -math.inf, -math.inf]
     assert kept(seen=torch.tensor([0, 3]), repetition_penalty=2.0).tolist() == [0.0, 0.0, -1.0, -3.0]
     assert kept(seen=torch.tensor([0]), repetition_penalty=4.0, temperature=0).argmax() == 1
+    for penalty in (1e-300, 1e300):
+        assert not kept(seen=torch.tensor([0, 2, 3]), repetition_penalty=penalty, temperature=1e-300).isnan().any()
 
 
 def test_every_byte_sequence_can_be_shown():
@@ -3537,6 +3771,13 @@ def test_tasks_program(program, short_tasks, monkeypatch):
     assert Path("there/tables.md").read_text() in again
     code, out, err = program(tasks, *argv, "--seeds", 1, "--lr", 2e-3)
     assert code == 2 and "lr 0.001 there, 0.002 here" in err and err.count("\n") == 1
+
+
+def test_train_hands_over_to_tasks(program, short_tasks):
+    for flag in (["--task", "mod5"], ["--task=mod5"]):
+        code, out, _ = program(train, *flag, "--model", "rnn", "--epochs", 1, "--lengths", 4, "--out", flag[0])
+        assert code == 0 and "rnn on mod5" in out
+    assert program(train, "--task", "mod5", "--size", "tiny")[0] == 2
 
 
 def test_tasks_stopped_between_runs_go_on(program, short_tasks, monkeypatch):

@@ -5,8 +5,10 @@
     python train.py --model hmamba:N=4,hmamba:field=real       settings of a model (fields of its Config)
     torchrun --nproc_per_node 4 train.py --data FILE --size 253m       the paper's size and protocol on four GPUs
     python train.py --resume runs/hmamba-stdlib-tiny-s1        goes on where a stopped run left off
+    python train.py --out RUN --resume RUN                     begins RUN, or goes on with it: for what restarts by itself
     python train.py --resume RUN --eval_only --split test      loss of its best checkpoint on the test split
     python train.py --model hmamba,mamba --size 253m --params  parameters by component
+    python train.py --task mod3                                state tracking: hands over to tasks.py and its flags
 
 Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section 7
 and table 4. Losses are in nats per token; bpc, bits per character, is that divided by ln 2.
@@ -15,13 +17,10 @@ and table 4. Losses are in nats per token; bpc, bits per character, is that divi
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import platform
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from tqdm import tqdm
 import data
 import report
 import sample
+import tasks
 from data import InputError, Parser, command_line
 
 # Defaults by size. batch: sequences a step over all devices; micro: sequences that one device takes at once;
@@ -96,7 +96,7 @@ class Settings:
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
     out: str = flag(None, "run folder, which must not exist; for several runs, what holds theirs (default runs/)")
-    resume: str = flag(None, "go on with this run folder or checkpoint")
+    resume: str = flag(None, "go on with this run folder or checkpoint; if --out names it too, begin it if need be")
     eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
     split: str = flag("val", "split for --eval_only", choices=("train", "val", "test"))
     params: bool = flag(False, "only print the parameters by component", bool)
@@ -182,10 +182,10 @@ def print_rank0(*text):
 
 def sum_over_ranks(value):
     """Sum over all ranks of a list of numbers."""
-    x = torch.tensor(value, dtype=torch.float64)
-    if world > 1:
-        x = x if dist.get_backend() == "gloo" else x.to(f"cuda:{local_rank}")
-        dist.all_reduce(x)
+    if world == 1:
+        return value
+    x = torch.tensor(value, dtype=torch.float64, device="cpu" if dist.get_backend() == "gloo" else "cuda")
+    dist.all_reduce(x)
     return x.tolist()
 
 
@@ -207,6 +207,8 @@ def broadcast_from_rank0(make):
 def exit_on_signal():
     """Ends the program, if a signal asked any rank to, with the exit code 128 + signal."""
     if sum_over_ranks([len(stop_signals)])[0]:
+        if world > 1:
+            dist.destroy_process_group()
         raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
 
 
@@ -217,45 +219,6 @@ def on_signal(signum, _):
     print_rank0(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is written: log, checkpoints
-
-
-class Log:
-    """log.jsonl of a run, one JSON object a line (rank 0 writes)."""
-
-    def __init__(self, folder, start, keep=None):
-        """`start` is the time at which time_s is 0. `keep`: on resuming, events after this step are dropped."""
-        self.path, self.start = folder / "log.jsonl", start
-        if keep is not None and rank == 0 and self.path.exists():
-            events = report.read_log(self.path)
-            kept = [e for e in events if e["step"] <= keep and e["event"] not in ("final", "sample")]
-            with data.explain(f"write {self.path}"):
-                data.replace_file(self.path, lambda f: f.write("".join(json.dumps(e) + "\n" for e in kept).encode()))
-        elif rank == 0 and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self.path.write_text(self.path.read_text(errors="replace") + "\n")  # after a line that a kill cut short
-
-    def write(self, event, step, tokens, **values):
-        if rank == 0:
-            time_s = round(time.time() - self.start, 3)
-            line = json.dumps({"event": event, "step": step, "tokens": tokens, "time_s": time_s} | values)
-            with data.explain(f"write {self.path}"), open(self.path, "a") as f:
-                f.write(line + "\n")
-
-
-def save_checkpoint(path, meta, model, optimizer, step, best):
-    if rank:
-        return
-    checkpoint = {"format": sample.FORMAT, "meta": json.dumps(meta), "model": model.state_dict(), "step": step,
-                  "optimizer": optimizer.state_dict() if optimizer else {}, "best": best,
-                  "rng": {"cpu": torch.get_rng_state()}}  # fmt: skip
-    try:
-        data.replace_file(path, lambda f: torch.save(checkpoint, f))
-    except (OSError, RuntimeError) as e:  # torch.save turns a full disk into a RuntimeError
-        kept = "; the one saved before is intact" if path.exists() else ""
-        raise InputError(f"cannot write {path} ({str(e).splitlines()[0]}): is the disk full?{kept}") from None
-
-
 def make_folder(s, corpus, single):
     """The run folder, made on the spot. Default names get -2, -3, ...; an explicit --out that exists is refused."""
     name = re.sub("[:=]", "_", f"{s.model}-{corpus.name}-{s.size}-s{s.seeds}")
@@ -263,7 +226,8 @@ def make_folder(s, corpus, single):
     unique, n = folder, 1
     while True:
         try:
-            unique.mkdir(parents=True)
+            unique.mkdir(parents=True, exist_ok=bool(s.resume))
+            (unique / "log.jsonl").unlink(missing_ok=True)  # of a start that a kill ended before its first checkpoint
             return unique
         except FileExistsError:
             n += 1
@@ -308,30 +272,21 @@ def make_optimizer(model, lr, device):
     return optimizer, {"decay": names[True], "no_decay": names[False]}
 
 
-def check_finite(loss, grad_norm, layers, step, folder):
+def check_finite(loss, grad_norm, layers, step, folder, last_step):
     """Stops a run whose loss or gradient is not finite, naming the step, the place and the last good checkpoint."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     bad = [i for i, norm in enumerate(layers) if not norm.isfinite()]
     # The backward runs from the last layer to the first: the last one that is not finite is where it began.
     place = "the loss itself" if not math.isfinite(loss) else f"layer {bad[-1]}" if bad else "the embedding or the head"
-    last = folder / "last.pt"
-    saved = f"the last good checkpoint is {last}" if last.exists() else "no checkpoint was saved yet"
-    raise InputError(f"step {step}: loss {loss}, gradient norm {grad_norm}, first not finite in {place}; {saved}")
+    # A loss that is not finite condemns the weights it was computed from; None: there is no sound last.pt.
+    good = last_good(folder, last_is_bad=last_step in ((None,) if math.isfinite(loss) else (None, step - 1)))
+    raise InputError(f"step {step}: loss {loss}, gradient norm {grad_norm}, first not finite in {place}; {good}")
 
 
-def provenance(device):
-    """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
-    try:
-        git = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        git = None
-    return {
-        "git": git, "world": world, "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
-    }  # fmt: skip
+def last_good(folder, last_is_bad):
+    path = folder / ("prev.pt" if last_is_bad else "last.pt")
+    return f"the last good checkpoint is {path}" if path.exists() else "no good checkpoint was saved yet"
 
 
 def train(s, corpus, device, single, checkpoint=None):
@@ -347,27 +302,30 @@ def train(s, corpus, device, single, checkpoint=None):
         model = model_class(config).to(device)
         folder = Path(broadcast_from_rank0(lambda: str(make_folder(s, corpus, single))))
         start_time = time.time()
+    for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
+        part.unlink(missing_ok=True)
     model.checkpointing = s.checkpointing
     optimizer, decay_groups = make_optimizer(model, s.lr, device)
     meta = {
         "spec": s.model, "size": s.size, "config": dataclasses.asdict(model.config), "settings": dataclasses.asdict(s),
         "data": broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256}),
     }  # fmt: skip
-    step, best = 0, {"val_loss": math.inf, "step": 0}
-    log = Log(folder, start_time, keep=checkpoint and checkpoint["step"])
+    step, best, last_step = 0, {"val_loss": math.inf, "step": 0}, None  # last_step: of last.pt, None if it is damaged
+    log = report.Log(folder, start_time, keep=checkpoint and checkpoint["step"], active=rank == 0)
     if checkpoint:
         step, best = checkpoint["step"], checkpoint["best"]
+        last_step = step if Path(checkpoint["path"]).name == "last.pt" else None
         try:
             optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, TypeError, ValueError) as e:
             raise InputError(f"{checkpoint['path']}: its optimizer state does not fit ({e})") from None
         torch.set_rng_state(checkpoint["rng"]["cpu"])
     if log.path.exists() and checkpoint:
-        log.write("resume", step, step * s.batch * s.seq, **provenance(device))
+        log.write("resume", step, step * s.batch * s.seq, **report.provenance(device, world))
     else:
         log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], data=meta["data"],
                   params=model.num_params(), flops_per_token=model.flops_per_token(s.seq), weight_decay=decay_groups,
-                  optimizer={"betas": BETAS, "decay": WEIGHT_DECAY, "clip": CLIP}, **provenance(device))  # fmt: skip
+                  optimizer={"betas": BETAS, "decay": WEIGHT_DECAY, "clip": CLIP}, **report.provenance(device, world))  # fmt: skip
     if s.compile:
         for layer in model.layers:
             layer.compile()
@@ -379,9 +337,9 @@ def train(s, corpus, device, single, checkpoint=None):
     windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
     fixed = data.eval_index(val_windows, s.eval_seqs)
     local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    peak = PEAK_FLOPS.get(name) if s.dtype == "bfloat16" else None  # not known: no MFU
+    peak = None  # not known: no MFU
     if device.type == "cuda":
+        peak = PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if s.dtype == "bfloat16" else None
         torch.cuda.reset_peak_memory_stats(device)
     if s.schedule == "cosine" and s.warmup >= s.steps:
         print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
@@ -389,9 +347,17 @@ def train(s, corpus, device, single, checkpoint=None):
     print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} bytes, "
         f"{s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
 
-    def save(name, with_optimizer=True):
-        now = meta | {"time_s": time.time() - start_time}
-        save_checkpoint(folder / name, now, model, optimizer if with_optimizer else None, step, best)
+    def save(name, optimizer=None, keep=None):
+        if rank == 0:
+            log.sync()  # or after a power cut the log could end before its checkpoint
+            now = meta | {"time_s": time.time() - start_time}
+            sample.save_checkpoint(folder / name, now, model, optimizer, step, best, keep)
+
+    def save_last():
+        nonlocal last_step
+        # A last.pt that could not be read does not take the place of the prev.pt that could.
+        save("last.pt", optimizer, keep=None if last_step is None else folder / "prev.pt")
+        last_step = step
 
     def validate():
         nonlocal best
@@ -399,13 +365,13 @@ def train(s, corpus, device, single, checkpoint=None):
         log.write("val", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=len(fixed) * s.seq)
         if loss < best["val_loss"]:
             best = {"val_loss": loss, "step": step}
-            save("best.pt", with_optimizer=False)
+            save("best.pt")
         return loss
 
     val_loss = best["val_loss"]
     if not math.isfinite(val_loss):  # a new run
         val_loss = validate()
-        save("last.pt")  # from here on the run can be resumed
+        save_last()  # from here on the run can be resumed
     bar = tqdm(total=end, initial=step, unit="step", disable=not show, dynamic_ncols=True)
     clock, clock_step, begin, begin_step = time.perf_counter(), step, time.perf_counter(), step
     model.train()
@@ -429,16 +395,15 @@ def train(s, corpus, device, single, checkpoint=None):
         grad_norm = torch.stack([*layers, rest]).norm()
         loss, stop = sum_over_ranks([float(nats) / world, len(stop_signals)])
         step += 1
-        check_finite(loss, grad_norm.item(), layers, step, folder)
+        check_finite(loss, grad_norm.item(), layers, step, folder, last_step)
         clip_grads_with_norm_(model.parameters(), CLIP, grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
         tokens = step * tokens_per_step
         tok_s = (step - clock_step) * tokens_per_step / (time.perf_counter() - clock)
-        speed = {"tok_s": round(tok_s, 1)} | (
-            {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
-        )
+        mfu = {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
+        speed = {"tok_s": round(tok_s, 1)} | mfu
         logs, evaluates, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.eval_every, s.ckpt_every))
         if logs or step == 1:
             log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm.item(), **speed)
@@ -453,7 +418,7 @@ def train(s, corpus, device, single, checkpoint=None):
             left = (time.perf_counter() - begin) / (step - begin_step) * (end - step)
             print_rank0(f"step {step}/{end}  {shown}  ETA {timedelta(seconds=round(left))}")
         if saves or step == end or stop:
-            save("last.pt")
+            save_last()
         if logs or evaluates or saves:
             clock, clock_step = time.perf_counter(), step  # evaluations and checkpoints do not count
         if stop and step < end:
@@ -464,7 +429,8 @@ def train(s, corpus, device, single, checkpoint=None):
 
     loss = evaluate(model, val_tokens, np.arange(val_windows), s, device)
     if not math.isfinite(loss):
-        raise InputError(f"the loss after step {step} is {loss}: the last update diverged; lower --lr ({folder})")
+        good = last_good(folder, last_is_bad=True)
+        raise InputError(f"the loss after step {step} is {loss}: the last update diverged, lower --lr; {good}")
     memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
     n_tokens = val_windows * s.seq
     log.write("final", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=n_tokens, best=best, **memory)
@@ -476,11 +442,11 @@ def train(s, corpus, device, single, checkpoint=None):
             text = "".join(sample.decode(sample.generate(model, list(b"\n"), 400, top_k=50)))
         with data.explain(f"write {folder}"):
             (folder / "sample.txt").write_text(text, encoding="utf-8")
-        log.write("sample", step, step * tokens_per_step, text=text)
         try:
             report.plot_curves([report.read_log(folder)], folder / "curve.png")
         except ImportError as e:
             print_rank0(f"note: no curve.png, as matplotlib cannot be imported ({e})")
+        log.write("sample", step, step * tokens_per_step, text=text)  # the last event of a run that is complete
         print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
     exit_on_signal()
     return folder
@@ -491,11 +457,11 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
     model, tokens = sample.build(checkpoint).to(device), corpus.split(s.split)
     n, step = data.num_windows(tokens, s.seq), checkpoint["step"]
     loss = evaluate(model, tokens, np.arange(n), s, device)
-    log = Log(Path(checkpoint["path"]).parent, time.time() - checkpoint["meta"]["time_s"])
+    log = report.Log(Path(checkpoint["path"]).parent, time.time() - checkpoint["meta"]["time_s"], active=rank == 0)
     if not log.path.exists():
         raise InputError(f"{log.path} is missing: the result belongs beside the log of its run")
     log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
-              checkpoint=Path(checkpoint["path"]).name, **provenance(device))  # fmt: skip
+              checkpoint=Path(checkpoint["path"]).name, **report.provenance(device, world))  # fmt: skip
     print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc "
                 f"over {n * s.seq:,} tokens")  # fmt: skip
 
@@ -516,7 +482,8 @@ def resume_settings(given, checkpoint):
     """Settings of a resumed run: its own, but for the flags that do not change its course."""
     saved = checkpoint["meta"]["settings"]
     for key, value in given.items():
-        if key not in MAY_CHANGE and value != saved.get(key):
+        begun = key == "out" and value == given["resume"]
+        if key not in MAY_CHANGE and not begun and value != saved.get(key):
             raise InputError(f"--{key} {value} differs from this run's {saved.get(key)}: drop it, or start a new run")
     try:
         return check(Settings(**saved | {"stop_at": None} | given))
@@ -524,13 +491,47 @@ def resume_settings(given, checkpoint):
         raise InputError(f"{checkpoint['path']} was written by another version of train.py ({e})") from None
 
 
+@contextlib.contextmanager
+def told_by_its_rank():
+    """For what one rank alone may meet: what all of them meet is told by rank 0, once (data.command_line)."""
+    try:
+        yield
+    except InputError as e:
+        if rank:
+            print(f"error on rank {rank}: {e}", file=sys.stderr)
+        raise
+
+
 def load_data(name, seq):
     """Rank 0 prepares a corpus, the others then find it; a fault is told once."""
     broadcast_from_rank0(lambda: data.load(name, seq) and None)
-    return data.load(name, seq)
+    with told_by_its_rank():
+        return data.load(name, seq)
+
+
+def find_checkpoint(given):
+    """What --resume names, the same on every rank; None if --out says that it may be begun, and it holds none yet."""
+    found, names = None, ("best.pt",) * bool(given.get("eval_only")) + ("last.pt", "prev.pt")
+
+    def find():
+        nonlocal found
+        run = Path(given["resume"])
+        may_begin = given.get("out") == given["resume"] and not given.get("eval_only") and not run.is_file()
+        if may_begin and not any((run / name).exists() for name in names):
+            if (run / "log.jsonl").exists() and re.search(rb'"train".*}\n', (run / "log.jsonl").read_bytes()):
+                raise InputError(f"{run} holds the log of a run, but no checkpoint: name another folder")
+            return None
+        found = sample.read_checkpoint(run, names)
+        return found["path"]
+
+    path = broadcast_from_rank0(find)
+    with told_by_its_rank():
+        return found or (path and sample.read_checkpoint(path))
 
 
 def main():
+    if any(argument.partition("=")[0] == "--task" for argument in sys.argv[1:]):
+        return tasks.main()  # with flags of its own
     given = parse_flags()
     if (given.get("eval_only") or "split" in given) and not ("resume" in given and given.get("eval_only")):
         raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
@@ -542,37 +543,42 @@ def main():
         torch.cuda.set_device(device)
     try:
         run(given, device)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and not re.search("out of memory|allocate", str(e)):
-            raise
-        raise InputError("out of memory: lower --micro (same result) or --seq, or set --checkpointing") from None
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+    except (MemoryError, RuntimeError) as e:
+        with told_by_its_rank():
+            if isinstance(e, MemoryError) or re.search("out of memory|allocate", str(e)):
+                raise InputError("out of memory: set --checkpointing, lower --micro (same result) or --seq") from None
+        if world > 1 and (isinstance(e, dist.DistError) or re.search("gloo|NCCL", str(e))):
+            why = " ".join(str(e).split())[:160]
+            raise InputError(f"another rank ended, it or torchrun says why; here it was: {why}") from None  # by rank 0
+        raise
+    if world > 1:  # not after a fault: it could wait for a rank that will not come
+        dist.destroy_process_group()
 
 
 def run(given, device):
-    if "resume" in given:
-        names = ("best.pt", "last.pt") if given.get("eval_only") else ("last.pt",)
-        checkpoint = sample.read_checkpoint(given["resume"], names)
+    checkpoint = find_checkpoint(given) if "resume" in given else None
+    if checkpoint:
         s = resume_settings(given, checkpoint)
         corpus = load_data(s.data, s.seq)
         was = checkpoint["meta"]["data"]
-        if (len(corpus.tokens), corpus.sha256) != (was["size"], was["sha256"]):
-            raise InputError(f"{corpus.path} ({len(corpus.tokens):,} bytes, SHA-256 {corpus.sha256[:12]}) is not the data of "
-                             f"this run ({was['size']:,} bytes, {was['sha256'][:12]})")  # fmt: skip
+        size, sha256 = broadcast_from_rank0(lambda: (len(corpus.tokens), corpus.sha256))
+        if (size, sha256) != (was["size"], was["sha256"]):
+            raise InputError(f"{corpus.path} ({size:,} bytes, SHA-256 {sha256[:12]}) is not the data of this run "
+                             f"({was['size']:,} bytes, {was['sha256'][:12]})")  # fmt: skip
         if s.eval_only:
             return evaluate_checkpoint(s, corpus, device, checkpoint)
         if not checkpoint["optimizer"]:
             raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
         step, end = checkpoint["step"], s.stop_at or s.steps
         log = Path(checkpoint["path"]).with_name("log.jsonl")
-        done = [e["step"] for e in report.read_log(log) if e["event"] == "final"] if log.exists() else []
+        done = [e["step"] for e in report.read_log(log) if e["event"] == "sample"] if log.exists() else []
         if step > end or (step == end and done == [step]):
             advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
-            raise InputError(f"{checkpoint['path']} is at step {step} of {end} already: {advice}")
-        train(s, corpus, device, True, checkpoint)
-        return None
+            message = f"{checkpoint['path']} is at step {step} of {end} already: {advice}"
+            if step > end or given.get("out") != given["resume"]:
+                raise InputError(message)
+            return print_rank0(message)  # to a command that is started until it succeeds
+        return train(s, corpus, device, True, checkpoint)
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
     runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
@@ -583,16 +589,15 @@ def run(given, device):
     # What can be told before the first run is: a fault in the last of a sweep would come hours later.
     if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
         raise InputError("--model, --size and --seeds must not repeat an entry")
-    if "out" in given and (not given["out"] or Path(given["out"]).exists()):
+    if "resume" in given and len(runs) > 1:
+        raise InputError("--resume goes on with one run, not with a list of them")
+    if "out" in given and "resume" not in given and (not given["out"] or Path(given["out"]).exists()):
         raise InputError(f"--out {given['out']} exists: name another folder, or --resume {given['out']}")
     corpora = [load_data(s.data, s.seq) for s in runs]
     finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
-    if len(finished) > 1 and rank == 0:
-        print_rank0(
-            "steps to each validation target, interpolated between evaluations, and the ratio to the first model:"
-        )
+    if rank == 0 and len(finished) > 1:
+        print_rank0("steps to each validation target, interpolated between evaluations; the ratio to the first model:")
         print_rank0(report.targets_table([report.read_log(f) for f in finished]))
-    return None
 
 
 if __name__ == "__main__":
