@@ -21,9 +21,10 @@ import torch
 
 import hmamba
 import htransformer
+import pam
 from data import InputError, Parser, command_line
 
-MODELS = hmamba.MODELS | htransformer.MODELS
+MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 FORMAT = "nanohilbert-1"  # of checkpoints
 PREFILL = 4096  # prompt tokens read in one pass
 

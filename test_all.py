@@ -28,6 +28,7 @@ import data
 import hmamba
 import htransformer
 import kernels
+import pam
 import report
 import sample
 import train
@@ -810,7 +811,8 @@ VARIANTS = [  # every model, and every setting that changes what it computes
     "hmamba", "hmamba:field=real", "hmamba:gate=none", "hmamba:scan=clamped", "hmamba:head=mos", "hmamba:head=born",
     "hmamba:field=real:gate=none", "hmamba:N=5:H=3", "mamba", "mamba:init=xavier", "mamba:mlp=0", "mamba:head=mos", "mamba:N=3",
     "htransformer", "htransformer:field=real", "htransformer:score=softmax", "htransformer:field=real:score=softmax",
-    "htransformer:N=5:H=3", "transformer",
+    "htransformer:N=5:H=3", "transformer", "pam", "pam:order=sequential", "pam:qk=unit", "pam:d=5:H=3",
+    "sam", "sam:order=sequential", "sam:width=50:heads=3",
 ]  # fmt: skip
 GROWING = ("htransformer:score=softmax", "htransformer:field=real:score=softmax", "transformer")  # a cache as state
 
@@ -861,7 +863,7 @@ def test_step_and_chunked_prefill_equal_the_full_pass(spec):
         assert sizes[291] > sizes[163]
     else:
         assert sizes[291] == sizes[163]  # O(1) memory; Born attention's newest tokens come and go in chunks of 64
-    if "hmamba" in spec or "mamba" in spec:
+    if spec.split(":")[0] in ("hmamba", "mamba", "pam", "sam"):
         for x, y in zip(tensors(state), tensors(end), strict=True):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
 
@@ -1151,7 +1153,7 @@ def test_mamba_is_the_published_one():
         assert parameters[name].grad.norm().item() == pytest.approx(expected, rel=1e-5), name
 
 
-@pytest.mark.parametrize("spec", ["hmamba", "hmamba:field=real", "mamba", "htransformer", "transformer"])
+@pytest.mark.parametrize("spec", ["hmamba", "hmamba:field=real", "mamba", "htransformer", "transformer", "pam", "sam"])
 def test_autocast_keeps_gates_in_float32(spec, monkeypatch):
     """bf16 autocast: gates and angles are float32 functions of the (rounded) logits, and training stays finite."""
     calls, model, idx = capture_scan(monkeypatch), make(spec, L=2), text_batch(2, 65)
@@ -1188,7 +1190,19 @@ def test_a_slow_gate_survives_a_thousand_steps(autocast):
     torch.testing.assert_close(psi.norm(dim=-1), torch.full((1, 64), 0.0792), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "hmamba",
+        "mamba",
+        "htransformer",
+        "htransformer:score=softmax",
+        "transformer",
+        "pam",
+        "pam:order=sequential",
+        "sam",
+    ],
+)
 def test_checkpointing_and_compile_change_nothing(spec):
     model, idx = make(spec, L=2), text_batch(2, 65)
 
@@ -1199,7 +1213,7 @@ def test_checkpointing_and_compile_change_nothing(spec):
         return [logits, *(p.grad.clone() for p in model.parameters())]
 
     plain, passes = run(), []
-    counter = model.layers[0].norm.register_forward_hook(lambda *_: passes.append(1))
+    counter = next(model.layers[0].children()).register_forward_hook(lambda *_: passes.append(1))
     model.checkpointing = True
     assert all(torch.equal(x, y) for x, y in zip(plain, run()))
     assert len(passes) == 2  # once forward, once more in the backward
@@ -1255,6 +1269,11 @@ def test_flops():
         ("htransformer:score=cosine", "score=cosine is unknown; known: born, softmax"),
         ("htransformer:H=0", "H=0 must be at least 1"),
         ("transformer:head=48", "head=48 must be even and divide D=128"),
+        ("pam:order=random", "order=random is unknown; known: interleaved, sequential"),
+        ("pam:qk=norm", "qk=norm is unknown; known: free, unit"),
+        ("pam:heads=4", "no setting 'heads=4'; known: D=, L=, H=, d=, order=, qk="),
+        ("sam:d=5", "d=5 must be even"),
+        ("sam:width=0", "width=0 must be at least 1"),
     ],
 )
 def test_specs_refused(spec, message):
@@ -1366,7 +1385,7 @@ def test_attention_sees_float32_angles_under_autocast(monkeypatch):
 
 @torch.no_grad()
 def test_generation_under_autocast_outlives_a_chunk():
-    for spec in ("htransformer", "htransformer:score=softmax", "transformer", "hmamba", "mamba"):
+    for spec in ("htransformer", "htransformer:score=softmax", "transformer", "hmamba", "mamba", "pam", "sam"):
         model = make(spec, L=1).eval()
         with torch.autocast("cpu", torch.bfloat16):
             tokens = list(sample.generate(model, list(range(70)), 70))
@@ -1384,6 +1403,221 @@ def test_training_step_keeps_no_keys(monkeypatch):
     assert S.shape == (1, 4, 256, 33)
     assert k.shape == v.shape == (1, 4, 200 % 64, 16, 2)
     assert k.untyped_storage().nbytes() == k.numel() * 4  # not a view that keeps the rest
+
+
+# ---- PAM and SAM ----
+
+
+def test_pam_sizes_are_those_of_table_1():
+    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, equal numbers in the state."""
+    for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
+        with torch.device("meta"):
+            models = [make(name, size, V=50257) for name in ("pam", "sam")]
+        total, twin = (model.num_params()["total"] for model in models)
+        assert total == sum(p.numel() for p in models[0].parameters())
+        assert total == pytest.approx(1e6 * millions, rel=0.01), size
+        assert twin == pytest.approx(total, rel=0.005), size
+        states = [[sum(x.numel() for x in tensors(layer)) for layer in model.init_state(1)] for model in models]
+        assert states[0] == states[1]
+        if size == "100m":
+            assert set(states[0]) == {49_152}  # PAM IV.3: floats a layer, whatever T
+    # 10M by hand: the paper's SAM has D = 140 with 8 heads, 1.1 % above PAM; the nearest is one less.
+    c = pam.PAM.SIZES["10m"]
+    hand = 2 * 50257 * c.D + c.D + c.L * (18 * c.D**2 + 8 * c.D * c.H * c.d + 3 * c.D * c.H + 2 * c.H + 5 * c.D + 2)
+    with torch.device("meta"):
+        assert make("pam", "10m", V=50257).num_params()["total"] == hand
+    assert pam.matched_width(dataclasses.replace(pam.SAM.SIZES["10m"], V=50257)) == 139
+    config = pam.SAM.SIZES["tiny"]
+    counts = [count(f"sam:width={pam.matched_width(config) + step}", "tiny")["total"] for step in (-1, 0, 1)]
+    gaps = [abs(n - count("pam", "tiny")["total"]) for n in counts]
+    assert gaps[1] == min(gaps)
+    assert count("pam:order=sequential", "tiny")["total"] == count("pam", "tiny")["total"] == 982_940
+
+
+def test_pam_flops():
+    """A complex map of n x m costs 4nm multiplications on 2nm numbers; the tied head is a real map of 2D."""
+    with torch.device("meta"):
+        model = make("pam", "100m", V=50257)
+        twin = make("sam", "100m", V=50257)
+    D, V, Hd = 384, 50257, 384
+    maps = 16 * (4 * 9 * D**2 + 4 * 4 * D * Hd + 3 * D * 6)
+    assert model.flops_per_token(512) == 6 * (maps + 2 * D * V) + 3 * 16 * 6 * 64**2 * 18
+    w = twin.config.width
+    assert twin.config.heads == 12
+    maps = 16 * (9 * w**2 + 4 * w * 12 * 64 + 2 * w * 12)
+    assert twin.flops_per_token(512) == 6 * (maps + w * V) + 3 * 16 * 12 * 64**2 * 5
+
+
+@torch.no_grad()
+def test_complex_primitives():
+    """Against complex128; all but ModReLU also where z = 0."""
+    z = randn(3, 7, 2)
+    z_c = torch.view_as_complex(z)
+    linear = pam.ComplexLinear(7, 5).double()
+    W = torch.complex(linear.weight_r, linear.weight_i)
+    torch.testing.assert_close(torch.view_as_complex(linear(z).contiguous()), z_c @ W.T)
+    act = pam.ModReLU(7)
+    act.bias.copy_(torch.linspace(-2, 1, 7))
+    expected = torch.relu(z_c.abs() + act.bias) * z_c / z_c.abs()
+    torch.testing.assert_close(torch.view_as_complex(act(z)), expected, atol=1e-6, rtol=1e-5)
+    norm = pam.ComplexNorm(7)
+    norm.weight.copy_(torch.linspace(0.5, 2, 7))
+    out = torch.view_as_complex(norm(z)).to(torch.complex128)
+    rms = z_c.abs().square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(out, norm.weight * z_c / rms, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.angle(), z_c.angle(), atol=1e-6, rtol=0)
+    assert (norm(torch.zeros(2, 7, 2)) == 0).all()
+    with torch.enable_grad():
+        for module in (pam.ComplexNorm(7), pam.ModReLU(7), pam.CGU(7)):
+            zero = torch.zeros(1, 2, 7, 2, requires_grad=True)
+            (gradient,) = torch.autograd.grad(module(zero).sum(), zero)
+            assert gradient.isfinite().all()
+    turned = torch.view_as_complex(pam.rope(randn(1, 1, 4, 6, 2), 3))
+    angle = torch.arange(3, 7).double().unsqueeze(-1) * 10000.0 ** (-torch.arange(6).double() / 6)
+    torch.testing.assert_close(
+        turned, torch.view_as_complex(randn(1, 1, 4, 6, 2)) * torch.exp(1j * angle), atol=1e-6, rtol=1e-5
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["pam", "pam:order=sequential", "pam:qk=unit", "sam"])
+def test_pam_is_what_the_paper_writes(spec):
+    """The whole model again in complex128 (SAM in float64) from eqs. 1-7, with the decay as eq. 5 prints it."""
+    model, T = make(spec, L=2).double(), 20
+    c, real = model.config, model.real
+    H, D = (c.heads, c.width) if real else (c.H, c.D)
+    for name, p in model.named_parameters():
+        if "bias" in name or "alpha" in name or "norm" in name:
+            p.add_(0.3 * torch.sin(torch.arange(p.numel()).double()).view(p.shape))  # away from their start
+    idx = text_batch(2, T)
+
+    def lift(z):
+        return z if real else torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous())
+
+    def W(proj):
+        return proj.weight if real else torch.complex(proj.weight_r, proj.weight_i)
+
+    def norm(z, scale):
+        return scale * z / (z.abs().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    z = lift(model.embedding(idx))
+    for layer in model.layers:
+        if layer.mixes:  # eqs. 1-2
+            x, cgu = norm(z, layer.cgu_norm.weight), layer.cgu
+            g, u = x @ W(cgu.gate_proj).T, x @ W(cgu.up_proj).T
+            if real:
+                mixed = torch.relu(u) * g.sigmoid()
+            else:
+                mixed = (g / g.abs()) * (torch.relu(u.abs() + cgu.act.bias) * u / u.abs()) * g.abs().sigmoid()
+            z = z + layer.alpha_cgu * (mixed @ W(cgu.down_proj).T)
+        if layer.remembers:  # eqs. 3-7
+            x, m = norm(z, layer.pam_norm.weight), layer.pam
+            q, k, v = (x @ W(m.qkv_proj).T).view(2, T, 3, H, c.d).permute(2, 0, 3, 1, 4)
+            flat = x if real else torch.cat((x.real, x.imag), -1)
+            decay = torch.exp(-torch.nn.functional.softplus(flat @ m.dt_proj.weight.T + m.dt_proj.bias))
+            p = (x.abs() @ m.protect_proj.weight.T + m.protect_proj.bias).sigmoid()
+            gamma = (decay * (1 - p) + p).transpose(1, 2)  # eq. 5
+            if spec == "pam:qk=unit":
+                q, k = q / q.abs(), k / k.abs()
+            if spec != "pam:order=sequential":
+                n = c.d // 2 if real else c.d
+                turn = torch.exp(1j * torch.arange(T).view(T, 1) * 10000.0 ** (-torch.arange(n).double() / n))
+                if real:
+                    q, k = (
+                        torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(
+                            -2
+                        )
+                        for y in (q, k)
+                    )
+                else:
+                    q, k = q * turn, k * turn
+            v, S, ys = v * (1 - p).transpose(1, 2).unsqueeze(-1), 0, []
+            for t in range(T):
+                S = gamma[:, :, t, None, None] * S + v[:, :, t, :, None] * k[:, :, t, None].conj()  # eq. 6
+                ys.append(S @ (q[:, :, t] / c.d**0.5).unsqueeze(-1))  # eq. 7
+            y = torch.stack(ys, 2).squeeze(-1).transpose(1, 2).reshape(2, T, H * c.d)
+            z = z + layer.alpha_pam * (y @ W(m.out_proj).T)
+    out, E = norm(z, model.norm_f.weight), lift(model.embedding.weight)
+    assert out.shape == (2, T, D)
+    expected = (out @ E.mH).real if not real else out @ E.T  # z_r E_r^T + z_i E_i^T
+    torch.testing.assert_close(model.float()(idx)[0].double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_protected_state_is_frozen():
+    """PAM eq. 5: p = 1 keeps S and lets nothing in; p = 0 leaves the decay e^-dt."""
+    for spec in ("pam", "sam"):
+        model = make(spec, L=1)
+        layer = model.layers[0].pam
+        x = randn(1, 30, *((model.config.width,) if model.real else (100, 2))).float()
+        S, _ = layer.init_state(1)
+        S = torch.randn(S.shape, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.zeros_(layer.protect_proj.weight)
+        for bias, same in ((40.0, True), (-3.0, False)):
+            layer.protect_proj.bias.fill_(bias)
+            _, (after, position) = layer(x, (S, 0))
+            assert position == 30
+            assert torch.equal(after, S) == same
+        layer.protect_proj.bias.fill_(-200.0)
+        dt = torch.nn.functional.softplus(layer.dt_proj(x if spec == "sam" else torch.cat(x.unbind(-1), -1)))
+        torch.testing.assert_close(layer.gates(x)[0], -dt)
+        layer.dt_proj.bias.fill_(500.0)  # an open, fully forgetting gate: finite, and gradients too
+        assert layer.gates(x)[0].isfinite().all()
+        assert layer.gates(x)[0].exp().max() < 2e-7
+
+
+@torch.no_grad()
+def test_decay_keeps_its_digits_near_one():
+    """1 - gamma = 1e-9 and below: log gamma is that small number, not 0 and not rounding."""
+    layer = make("pam", L=1).layers[0].pam
+    for proj in (layer.dt_proj, layer.protect_proj):
+        torch.nn.init.zeros_(proj.weight)
+    layer.dt_proj.bias.fill_(-20.0)
+    layer.protect_proj.bias.fill_(3.0)
+    log_gamma, _ = layer.gates(torch.ones(1, 1, 100, 2))
+    expected = -math.log1p(math.exp(-20)) / (1 + math.exp(3))
+    torch.testing.assert_close(log_gamma.flatten(), torch.full((4,), expected), rtol=1e-5, atol=0)
+
+
+def test_initialisation_of_pam():
+    model = make("pam", "tiny")
+    assert model.embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    for layer in model.layers:
+        assert (layer.alpha_cgu.item(), layer.alpha_pam.item()) == pytest.approx((1.0, 0.1))
+        assert (layer.cgu.act.bias == 0).all()
+        assert (layer.pam.dt_proj.bias == -4).all()
+        assert (layer.pam.protect_proj.bias == -3).all()
+        for module in layer.modules():
+            if isinstance(module, pam.ComplexLinear):
+                for weight in (module.weight_r, module.weight_i):
+                    gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
+                    torch.testing.assert_close(gram, 0.5 * torch.eye(len(gram)), atol=1e-5, rtol=0)
+    _, groups = train.make_optimizer(model, 1e-3, torch.device("cpu"))
+    assert {"layers.*.cgu.act.bias", "layers.*.alpha_pam", "layers.*.pam.dt_proj.bias"} <= set(groups["no_decay"])
+    assert {"layers.*.cgu.up_proj.weight_r", "embedding.weight"} <= set(groups["decay"])
+
+
+def test_decoherence_gap_of_equation_8():
+    """PAM eq. 8: the diagonal's entropy is log 3, the von Neumann entropy 0; mixed with 1/3 the eigenvalues are
+    (1 - 2p/3, p/3, p/3) and the gap falls from log 3 to 0."""
+    psi = torch.exp(1j * torch.arange(3).double() * math.pi / 3) / 3**0.5
+    pure = torch.outer(psi, psi.conj())
+    printed = [[0, -1, -2], [1, 0, -1], [2, 1, 0]]
+    torch.testing.assert_close(pure, torch.exp(1j * math.pi / 3 * torch.tensor(printed).double()) / 3)
+    gaps = []
+    for p in np.linspace(0, 1, 6):
+        rho = (1 - p) * pure + p * torch.eye(3) / 3
+        torch.testing.assert_close(rho.diagonal().real, torch.full((3,), 1 / 3, dtype=torch.float64))
+        eigenvalues = torch.linalg.eigvalsh(rho)
+        torch.testing.assert_close(eigenvalues, torch.tensor([p / 3, p / 3, 1 - 2 * p / 3], dtype=torch.float64))
+        diagonal, neumann = (
+            -torch.xlogy(x, x.clamp(min=0)).sum() for x in (rho.diagonal().real, eigenvalues.clamp(min=0))
+        )
+        assert diagonal.item() == pytest.approx(math.log(3))
+        gaps.append((diagonal - neumann).item())
+    assert gaps[0] == pytest.approx(math.log(3))
+    assert gaps[-1] == pytest.approx(0, abs=1e-12)
+    assert gaps == sorted(gaps, reverse=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2744,7 +2978,8 @@ def test_report_faults(program, content):
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODULES = {
-    m.__name__: m for m in (bench, data, hmamba, htransformer, kernels, report, sample, train, sys.modules[__name__])
+    m.__name__: m
+    for m in (bench, data, hmamba, htransformer, kernels, pam, report, sample, train, sys.modules[__name__])
 }
 
 
