@@ -2973,6 +2973,173 @@ def test_report_faults(program, content):
     assert err.count("\n") == 1
 
 
+# ---- PAM's protocol, metric, fits and diagnostics ----
+
+
+def test_pam_protocol():
+    """PAM table 2 at its five sizes; epochs become steps when the corpus is known."""
+    cpu = torch.device("cpu")
+    for size in sample.PAM_SIZES:
+        s = train.resolve({}, "pam", size, "1", cpu)
+        assert (s.lr, s.warmup, s.batch, s.seq, s.epochs, s.schedule) == (3e-5, 500, 8, 512, 10, "cosine")
+        assert (s.sample_every, s.steps, s.eval_every) == (5000, None, None)
+    assert (train.PAM_DECAY, train.CLIP) == (0.01, 1.0)
+    corpus = data.Corpus("x", Path("x"), np.zeros(1_000_000, np.uint8))
+    train.set_epochs(s, corpus)
+    per_epoch = (900_000 - 1) // 512 // 8
+    assert (s.steps, s.eval_every) == (10 * per_epoch, per_epoch // 4)
+    s = train.resolve({"steps": 7}, "pam", "5m", "1", cpu)
+    train.set_epochs(s, corpus)
+    assert s.steps == 7
+    s = train.resolve({"epochs": 2}, "pam", "tiny", "1", cpu)
+    train.set_epochs(s, data.Corpus("x", Path("x"), np.zeros(1_000_000, np.uint8)))
+    assert s.steps == 2 * ((900_000 - 1) // 256 // 16)
+
+
+def test_training_in_epochs(program):
+    """A run of PAM and SAM in epochs: evaluations at and between their ends, generated texts, tables, resume bit for bit."""
+    flags = ["--model", "pam:D=8:L=1:H=1:d=4,sam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--size", "5m", "--epochs", 3,
+             "--seq", 64, "--eval_seqs", 8, "--sample_every", 50, "--lr", 1e-2, "--warmup", 10, "--batch", 32]  # fmt: skip
+    code, out, err = program(train, *flags, "--out", "both")
+    assert (code, err) == (0, "")
+    assert "| late, n = 6 |" in out
+    (run, twin) = sorted(Path("both").iterdir())
+    events = report.read_log(run)
+    assert events[0]["optimizer"] == {"betas": [0.9, 0.999], "decay": 0.01, "clip": 1.0}
+    per_epoch = data.epoch_steps(data.load("text.txt", 64), 64, 32)
+    vals = [(e["step"], e["epoch"]) for e in events if e["event"] == "val"]
+    assert {per_epoch * i for i in range(4)} <= {step for step, _ in vals}
+    assert [at for _, at in vals if at == int(at)] == [0, 1, 2, 3]
+    assert len(vals) >= 3 * 4
+    assert [e["step"] for e in events if e["event"] == "generated"] == list(range(50, 3 * per_epoch + 1, 50))
+    late = report.late_losses(events)
+    assert len(late) == 6
+    assert late[-1] == next(e["val_loss"] for e in reversed(events) if e["event"] == "val")
+    assert late[-1] < math.log(256) - 0.5  # it learns
+    single = ["--model", flags[1].split(",")[0], *flags[2:]]
+    assert program(train, *single, "--out", "cut", "--stop_at", per_epoch + 3)[0] == 0
+    assert program(train, "--resume", "cut")[0] == 0
+    x, y = (sample.read_checkpoint(path)["model"] for path in (run / "last.pt", "cut/last.pt"))
+    assert all(torch.equal(x[k], y[k]) for k in x)
+    assert report.late_losses(report.read_log("cut")) == late
+    code, out, _ = program(report, run, twin, "--scaling", "scaling.png")
+    assert code == 2  # one size gives no power law
+    code, _, err = program(report, run, "--scaling", "scaling.jpg")
+    assert (code, err) == (2, "error: --scaling scaling.jpg must end in .png\n")
+
+
+def write_epochs(folder, model, total, late):
+    """A log with three epochs whose ends and best evaluations before are `late`."""
+    folder.mkdir()
+    header = {
+        "settings": {"model": model, "size": "5m", "seeds": "1"},
+        "params": {"total": total},
+        "data": {"name": "x"},
+    }
+    events = [
+        {"event": "header", "step": 0, **header},
+        {"event": "val", "step": 0, "epoch": 0.0, "split": "val", "val_loss": 9.0},
+    ]
+    for i in range(3):
+        for at, loss in ((i + 0.5, late[2 * i]), (i + 0.75, late[2 * i] + 0.5), (i + 1.0, late[2 * i + 1])):
+            events.append({"event": "val", "step": int(100 * at), "epoch": at, "split": "val", "val_loss": loss})
+    (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return report.read_log(folder)
+
+
+def test_late_metric(tmp_path):
+    """PAM section III: the end-of-epoch and best mid-epoch evaluations of the last three epochs, sigma / (y ln 10)."""
+    late = [5.0, 4.0, 3.5, 3.0, 2.8, 2.6]
+    events = write_epochs(tmp_path / "a", "pam", 10**6, late)
+    assert report.late_losses(events) == late
+    mean, sigma, sigma_log = report.late_metric(late)
+    assert mean == pytest.approx(np.mean(late))
+    assert sigma == pytest.approx(np.std(late, ddof=1))
+    assert sigma_log == pytest.approx(sigma / (mean * math.log(10)))
+    assert report.late_metric([3.0]) == (3.0, 0.0, 0.0)
+    earlier = [{"event": "val", "epoch": 0.4, "val_loss": 1.0}]  # of an epoch long past
+    later = [{"event": "val", "epoch": float(e), "val_loss": 10.0 + e} for e in range(1, 6)]
+    assert report.late_losses(earlier + later) == [13.0, 14.0, 15.0]
+    with pytest.raises(data.InputError, match="not trained in epochs"):
+        report.late_losses([{"event": "val", "val_loss": 1.0}])
+    table = report.epochs_table([events])
+    assert "| pam | 5m | 1 | 3 | 2.6000 | 2.8000 | 13.46 |" in table
+
+
+def test_power_laws_and_their_crossing(program, tmp_path):
+    sizes = [1e6, 3e6, 1e7, 1e8]
+    a, b, covariance = report.power_law(sizes, [50 * n**-0.15 for n in sizes])
+    assert (10**a, b) == pytest.approx((50, -0.15))
+    assert abs(covariance).max() < 1e-20
+    noisy = np.array([50 * n**-0.15 for n in sizes]) * [1.02, 0.97, 1.01, 1.0]
+    slope, error = report.power_law(sizes, noisy)[1], report.power_law(sizes, noisy)[2][1, 1] ** 0.5
+    fit, cov = np.polyfit(np.log10(sizes), np.log10(noisy), 1, cov="unscaled")
+    residual = np.log10(noisy) - np.polyval(fit, np.log10(sizes))
+    assert (slope, error) == pytest.approx((fit[0], (cov[0, 0] * (residual**2).sum() / 2) ** 0.5))
+    with pytest.raises(data.InputError, match="two sizes"):
+        report.power_law([5, 5], [1, 2])
+    n, y = report.crossing((3.0, -0.5), (2.0, -0.25))
+    assert (n, y) == pytest.approx((1e4, 10))
+    assert report.crossing((3.0, -0.5), (2.0, -0.5)) is None
+    # The numbers that the paper prints for the ends of its sweep: they have its slopes, and cross where it says, roughly.
+    ends = {name: report.power_law([4.98e6, 99.9e6], ys) for name, ys in (("pam", (5.56, 3.56)), ("sam", (4.78, 3.26)))}
+    assert ends["pam"][1] == pytest.approx(-0.15, abs=0.005)
+    assert ends["sam"][1] == pytest.approx(-0.12, abs=0.01)
+    runs = []
+    for name, factor, exponent in (("pam", 12, -0.15), ("sam", 8, -0.12)):
+        for total in (10**5, 10**6, 10**7):
+            loss = factor * total**exponent
+            write_epochs(tmp_path / f"{name}{total}", name, total, [loss + 0.01, loss] * 3)
+            runs.append(f"{name}{total}")
+    code, out, err = program(report, *runs, "--scaling", "scaling.png")
+    assert (code, err) == (0, "")
+    assert re.search(r"\| loss \| pam \| 3 \| 3 \| -0\.1[45]\d \+- 0\.\d+ \| -0\.15 \|", out)
+    assert Path("scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_effective_rank():
+    assert report.effective_rank(torch.eye(8)).item() == pytest.approx(8)
+    assert report.effective_rank(torch.outer(torch.ones(5), torch.ones(5))).item() == pytest.approx(1, abs=1e-4)
+    assert report.effective_rank(torch.zeros(2, 4, 4)).tolist() == [0, 0]
+    two = torch.diag(torch.tensor([1.0, 1.0, 0.0])).to(torch.complex64) * 1j
+    assert report.effective_rank(two).item() == pytest.approx(2)
+
+
+def test_rank_of_the_memory_from_a_checkpoint(program):
+    for name in ("pam", "sam"):
+        flags = ["--model", f"{name}:D=8:L=2:H=1:d=4", "--steps", 2, "--out", name]
+        assert program(train, *SMALL[2:], *flags)[0] == 0
+        ranks = report.state_ranks(name, text_batch(2, 12))
+        assert ranks.shape == (12, 2, 1 if name == "pam" else 2)
+        torch.testing.assert_close(ranks[0], torch.ones_like(ranks[0]))  # one pair stored
+        assert 1 < ranks[-1].min() < ranks[-1].max() <= 4
+        report.plot_ranks(ranks, 4, f"{name}.png")
+        assert Path(f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert program(train, *SMALL, "--steps", 2, "--out", "other")[0] == 0
+    with pytest.raises(data.InputError, match="no PAM or SAM"):
+        report.state_ranks("other", text_batch(1, 3))
+
+
+def test_repetition():
+    """3-grams of abcabcd: abc bca cab abc bcd, one of the five occurred before."""
+    found = report.repetition(list("abcabcd"))
+    assert found == {"3-gram": pytest.approx(0.2), "4-gram": 0.0, "unique": pytest.approx(4 / 7)}
+    assert report.repetition([1] * 10) == {"3-gram": 1 - 1 / 8, "4-gram": 1 - 1 / 7, "unique": 0.1}
+    assert report.repetition([]) == {"3-gram": 0.0, "4-gram": 0.0, "unique": 0.0}
+
+
+def test_phase_coherence():
+    z = randn(4, 6, 2)
+    turned = torch.view_as_real(torch.view_as_complex(z[:1]) * torch.exp(torch.tensor(0.7j)) * 3)
+    coherence, phase = report.phase_coherence(torch.cat((z, turned)), torch.tensor([[0, 4], [0, 0], [1, 2]]))
+    assert coherence[:2].tolist() == pytest.approx([1, 1])
+    assert phase[:2].tolist() == pytest.approx([0.7, 0], abs=1e-6)
+    assert coherence[2] < 1
+    mean, low, high = report.mean_interval(randn(200).numpy())
+    assert low < mean < high
+    assert high - low == pytest.approx(2 * 1.96 / 200**0.5, rel=0.2)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # README
 
