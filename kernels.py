@@ -691,7 +691,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
 # ----------------------------------------------------------------------------------------------------------------------
 # phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t                                    (PAM eqs. 6-7)
 #
-# In a chunk of c tokens, with S the state before it and the decay E_ti = prod_{i<j<=t} gamma_j from i to t (E_t0: from S):
+# In a chunk of c tokens, with S the state before it and E_ti = prod_{i<j<=t} gamma_j the decay from i to t (E_t0: S's):
 #     y_t = sum_{i<=t} E_ti (k_i^* . q_t) v_i + E_t0 S q_t          S' = sum_i E_ci v_i (x) k_i^* + E_c0 S
 # The first sum is the dual form of PAM eq. 7 inside the chunk. log E is summed over the gates between i and t, never
 # taken as a difference of two prefix sums: beside one gate near 0 the difference would lose the gates near 1.
@@ -765,7 +765,7 @@ def _weigh(scores, E, real):
 
 
 def _phase_groups(q):
-    """Slices of the chunks that are worked on together: on a CPU as many as keep their scores in cache, elsewhere all."""
+    """Slices of the chunks worked on together: on a CPU as many as keep their scores in cache, elsewhere all."""
     G, n, c, _ = q.shape
     size = max(1, 2**17 // max(1, G * c * c)) if q.device.type == "cpu" else n
     return [slice(i, i + size) for i in range(0, n, size)]
@@ -775,7 +775,7 @@ def _phase_groups(q):
 def _phase_memory(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, M: Tensor, real: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (G, chunks, c, d or 2d), log_gamma (G, chunks, c), M (G, d, d or 2d): y, the last M, M before each chunk."""
+    """q, k, v (G, chunks, c, d or 2d), log_gamma (G, chunks, c), M (G, d, d or 2d): y, last M, M before each chunk."""
     y, starts = torch.empty_like(v, memory_format=torch.contiguous_format), M.new_empty(q.shape[1], *M.shape)
     with torch.autocast(q.device.type, enabled=False):
         for part in _phase_groups(q):
@@ -852,8 +852,8 @@ _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_s
 
 
 def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
-    """The O(T^2) form in which the paper trains: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments as
-    phase_memory. Only y: the state is what the recurrence is for."""
+    """The O(T^2) form in which the paper trains: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
+    as phase_memory. Only y: the state is what the recurrence is for."""
     dtype = _compute_dtype(q, k, v, log_gamma)
     q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
     D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
@@ -865,8 +865,8 @@ def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
 
 
 def phase_memory_step(q, k, v, log_gamma, S, real=False):
-    """One token of the recurrence, O(d^2) a head whatever came before. q, k, v (B, H, d, 2), log_gamma (B, H), S (B, H, d,
-    d, 2), all without the last axis if real; returns y (B, H, d, 2) and the next S."""
+    """One token of the recurrence, O(d^2) a head whatever came before. q, k, v (B, H, d, 2), log_gamma (B, H),
+    S (B, H, d, d, 2), all without the last axis if real; returns y (B, H, d, 2) and the next S."""
     gamma = log_gamma.exp()
     if real:
         S = gamma[..., None, None] * S + v.unsqueeze(-1) * k.unsqueeze(-2)  # PAM eq. 6
@@ -904,14 +904,14 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
         state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
         real: a real memory, PAM's ablation SAM: k^* is k.
-        backend: None picks; "torch" (chunks, O(T)), "dual" (the paper's O(T^2) form, no state out), "step" (one token) or
-            "reference" (complex128 loop) forces one.
+        backend: None picks; "torch" (chunks, O(T)), "dual" (the paper's O(T^2) form, no state out), "step" (one token)
+            or "reference" (complex128 loop) forces one.
     Any float dtypes and strides. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
 
     Returns:
         (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
     Raises:
-        ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, more than one token for "step".
+        ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step".
     """
     _expect_one_of("backend", backend, None, "torch", "dual", "step", "reference")
     _check_phase(q, k, v, log_gamma, state, real)

@@ -3,21 +3,22 @@ real twin of equal size.
 
 Paper: "Phase-Associative Memory: Sequence Modeling in Complex Hilbert Space" (PAM), section II, eqs. 1-7, tables 1-2.
 
-Glossary   B batch   T time   D width   L layers   H heads (the paper's memory banks)   V vocabulary   d head width, keys and
-    here       paper            shape             meaning                                                          values
-    z, x       z, x_t           (B, T, D, 2)      the complex residual stream, and what a layer sees of it after its norm
+Glossary   B batch   T time   D width   L layers   H heads (the paper's memory banks)   d their width   V vocabulary
+    here       paper            shape             meaning
+    z, x       z, x_t           (B, T, D, 2)      the complex residual stream, and what a layer sees: its norm
     q, k, v    Q, K, V, eq. 4   (B, H, T, d, 2)   queries (scaled by 1/sqrt d), keys and values
     dt         dt_t, eq. 5      (B, T, H)         decay rate before protection
     p          p_t, eq. 5       (B, T, H)         protect gate: at 1 the state is frozen
     log_gamma  log gamma_t      (B, H, T)         log of the decay of the state
     S          S_t, eq. 6       (B, H, d, d, 2)   the memory, indexed [value, key]
     alpha      alpha, eqs. 2-3  scalar            learned scale of a residual branch, alpha_cgu and alpha_pam
-Complex numbers are real pairs, last axis (re, im). SAM is the same model in real arithmetic, without that axis: x k for x k^*,
-ReLU for modReLU, a sigmoid for the gate, rotations of pairs of channels for rotations of a channel. It gets twice the heads
-(equal numbers in the state) and the width that brings its parameters nearest (`matched_width`).
+Complex numbers are real pairs, last axis (re, im). SAM is the same model in real arithmetic, without that axis: k for
+k^*, ReLU for modReLU, a sigmoid for the gate, turns of pairs of channels for turns of a channel. It gets twice the
+heads (equal numbers in the state) and the width that brings its parameters nearest (`matched_width`).
 
-Variants that the paper tried: order=sequential, all channel mixing before all memory, without rotary positions; qk=unit, queries
-and keys of modulus 1 in each coordinate. Its hybrid with windowed attention changed nothing in the paper and is left out.
+Variants that the paper tried: order=sequential, all channel mixing before all memory, without rotary positions;
+qk=unit, queries and keys of modulus 1 in each coordinate. Its hybrid with windowed attention changed nothing in the
+paper and is left out.
 
 Initialisation. What the paper does not give is ours and marked *.
     complex maps                   W_r and W_i (semi-)orthogonal, each / sqrt 2 *; real maps of SAM (semi-)orthogonal
@@ -121,7 +122,7 @@ def modulus(z):
 
 
 class ModReLU(nn.Module):
-    """ReLU(|z| + b) z / |z| with a learned bias b per channel: a threshold on the modulus that leaves the phase alone."""
+    """ReLU(|z| + b) z / |z| with a learned bias b per channel: a threshold on the modulus, the phase untouched."""
 
     def __init__(self, n):
         super().__init__()
@@ -146,7 +147,7 @@ class ComplexNorm(nn.Module):
 
 
 def rope(z, position):
-    """Turns the pairs z (B, H, T, n, 2) at positions position, position + 1, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
+    """Turns the pairs z (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
     T, n = z.shape[2:4]
     m = torch.arange(position, position + T, device=z.device, dtype=torch.float32)
     angle = m.unsqueeze(-1) * ROPE_BASE ** (-torch.arange(n, device=z.device, dtype=torch.float32) / n)  # (T, n)
@@ -345,14 +346,14 @@ class PAM(nn.Module):
         return counts | {"total": sum(counts.values())}
 
     def mixing_flops(self):
-        """Forward flops of the recurrence per token and entry of S: decay, v (x) k^* and S q, 18 if complex, 5 if real."""
+        """Forward flops of the recurrence per token: for an entry of S 18 if complex, 5 if real (eqs. 6-7)."""
         c = self.config
         return c.L * (c.heads * c.d**2 * 5 if self.real else c.H * c.d**2 * 18)
 
     def flops_per_token(self, seq):
-        """Forward and backward flops a token, the same at every sequence length `seq`: 6 per weight of a real map and of the
-        tied head, 12 per number of a complex map, which meets both parts of its input; and the recurrence. Element-wise
-        work and recomputation are not counted."""
+        """Forward and backward flops a token, the same at every sequence length `seq`: 6 per weight of a real map and
+        of the tied head, 12 per number of a complex map, which meets both parts of its input; and the recurrence.
+        Element-wise work and recomputation are not counted."""
         weights = self.embedding.weight.numel()
         weights += sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += sum(4 * m.weight_r.numel() for m in self.modules() if isinstance(m, ComplexLinear))

@@ -115,8 +115,8 @@ def plot_curves(logs, out):
 
 
 def late_losses(events):
-    """PAM section III: the evaluations that its metric averages, in nats: in each of the last three epochs the one at its
-    end and the best one before that. `events` is the log of a run in epochs. Raises InputError if it has none."""
+    """PAM section III: the evaluations that its metric averages, in nats: in each of the last three epochs the one at
+    its end and the best one before that. `events` is the log of a run in epochs. Raises InputError if it has none."""
     points = [(e["epoch"], e["val_loss"]) for e in events if e["event"] == "val" and e.get("epoch")]
     if not points:
         raise InputError(
@@ -131,15 +131,15 @@ def late_losses(events):
 
 
 def late_metric(values):
-    """Mean, standard deviation (n - 1) and sigma_log10 = sigma / (y ln 10) of the chosen evaluations (PAM section III)."""
+    """Mean, standard deviation (n - 1) and sigma_log10 = sigma / (y ln 10) of evaluations (PAM section III)."""
     mean = sum(values) / len(values)
     sigma = (sum((x - mean) ** 2 for x in values) / max(1, len(values) - 1)) ** 0.5
     return mean, sigma, sigma / (mean * math.log(10))
 
 
 def epochs_table(logs):
-    """Markdown table: validation loss in nats per token and perplexity at the end of each epoch, the best evaluation within
-    it, and the paper's late metric of each run."""
+    """Markdown table: validation loss in nats per token and perplexity at the end of each epoch, the best evaluation
+    within it, and the paper's late metric of each run."""
     rows = [["model", "size", "seed", "epoch", "loss", "best before", "perplexity"]]
     rows.append(["---"] * len(rows[0]))
     for events in logs:
@@ -156,8 +156,8 @@ def epochs_table(logs):
 
 
 def power_law(sizes, values):
-    """log10 y = a + b log10 N by least squares (PAM section III). Returns a, b and their 2 x 2 covariance, from the scatter
-    of the points about the line (zero for two points, which say nothing of it)."""
+    """log10 y = a + b log10 N by least squares (PAM section III). Returns a, b and their 2 x 2 covariance, from the
+    scatter of the points about the line (zero for two points, which say nothing of it)."""
     import numpy as np
 
     x, y = np.log10(np.asarray(sizes, float)), np.log10(np.asarray(values, float))
@@ -185,8 +185,8 @@ PAPER_FITS = {  # PAM: slopes in loss and perplexity, the points where the fits 
 
 
 def scaling_table(logs):
-    """Fits of every model family in `logs`, in loss and in perplexity, beside the paper's. Returns (Markdown, fits), fits
-    being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
+    """Fits of every model family in `logs`, in loss and in perplexity, beside the paper's. Returns (Markdown, fits),
+    fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
     fits = {"loss": {}, "perplexity": {}}
     for quantity, of in (("loss", float), ("perplexity", math.exp)):
         points = {}
@@ -221,7 +221,7 @@ def scaling_table(logs):
 
 
 def plot_scaling(fits, out):
-    """PAM figure 2: loss and perplexity against parameters, with error bars, fits and their crossing, into the PNG `out`."""
+    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing, into the PNG `out`."""
     plt = _pyplot()
     fig, axes = plt.subplots(2, 1, figsize=(6, 7), dpi=150)
     for ax, (quantity, models) in zip(axes, fits.items()):
@@ -245,7 +245,7 @@ def plot_scaling(fits, out):
 
 
 def effective_rank(S):
-    """exp of the entropy of the normalised singular values of a matrix (..., n, n) (PAM section III); 0 for a zero matrix."""
+    """exp of the entropy of the normalised singular values of (..., n, n) (PAM section III); 0 for a zero matrix."""
     import torch
 
     s = torch.linalg.svdvals(S)
@@ -275,7 +275,7 @@ def state_ranks(run, tokens):
 
 
 def plot_ranks(ranks, d, out):
-    """Effective rank against the position, one line a layer (mean over heads), into the PNG `out`. ranks: of state_ranks."""
+    """Effective rank against the position, a line a layer (mean over heads), into the PNG `out`. ranks: state_ranks."""
     plt = _pyplot()
     fig, ax = plt.subplots(figsize=(6, 4), dpi=150)
     for layer, of_layer in enumerate(ranks.mean(-1).T.tolist()):
@@ -286,8 +286,8 @@ def plot_ranks(ranks, d, out):
 
 
 def repetition(tokens):
-    """PAM section III: {"3-gram": share of the 3-grams that occurred before, "4-gram": ..., "unique": distinct tokens over
-    tokens} of one sample, a list of tokens (or words)."""
+    """PAM section III: {"3-gram": share of the 3-grams that occurred before, "4-gram": ..., "unique": distinct tokens
+    over tokens} of one sample, a list of tokens (or words)."""
 
     def repeated(n):
         grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]

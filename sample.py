@@ -65,8 +65,8 @@ def configure(spec, config):
 
 
 def params_table(spec, size, seq):
-    """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1). The vocabulary is that of bytes, or
-    GPT-2's at the sizes of PAM's sweep."""
+    """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1). The vocabulary is that of
+    bytes, or GPT-2's at the sizes of PAM's sweep."""
     model_class, config = parse_spec(spec, size, 50257 if size in PAM_SIZES else 256)
     with torch.device("meta"):
         model = model_class(config)

@@ -667,7 +667,7 @@ def unitary_columns(d, seed=0):
 
 
 def test_retrieval_with_orthogonal_keys_is_lossless():
-    """PAM, after eq. 7: S q = V_j exactly when K_j^* . q = 1 and all other keys are orthogonal; up to d pairs, not more."""
+    """PAM, after eq. 7: S q = V_j exactly when K_j^* . q = 1 and all other keys are orthogonal; up to d pairs."""
     d = 16
     keys, values = unitary_columns(d), torch.complex(randn(d, d, seed=5), randn(d, d, seed=6))
     k, v = (torch.view_as_real(x).view(1, 1, d, d, 2) for x in (keys, values))
@@ -1409,7 +1409,7 @@ def test_training_step_keeps_no_keys(monkeypatch):
 
 
 def test_pam_sizes_are_those_of_table_1():
-    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, equal numbers in the state."""
+    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size."""
     for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
         with torch.device("meta"):
             models = [make(name, size, V=50257) for name in ("pam", "sam")]
@@ -2997,7 +2997,7 @@ def test_pam_protocol():
 
 
 def test_training_in_epochs(program):
-    """A run of PAM and SAM in epochs: evaluations at and between their ends, generated texts, tables, resume bit for bit."""
+    """PAM and SAM in epochs: evaluations at and between their ends, generated texts, tables, resume bit for bit."""
     flags = ["--model", "pam:D=8:L=1:H=1:d=4,sam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--size", "5m", "--epochs", 3,
              "--seq", 64, "--eval_seqs", 8, "--sample_every", 50, "--lr", 1e-2, "--warmup", 10, "--batch", 32]  # fmt: skip
     code, out, err = program(train, *flags, "--out", "both")
@@ -3081,7 +3081,7 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     n, y = report.crossing((3.0, -0.5), (2.0, -0.25))
     assert (n, y) == pytest.approx((1e4, 10))
     assert report.crossing((3.0, -0.5), (2.0, -0.5)) is None
-    # The numbers that the paper prints for the ends of its sweep: they have its slopes, and cross where it says, roughly.
+    # The losses that the paper prints for the ends of its sweep have about its slopes.
     ends = {name: report.power_law([4.98e6, 99.9e6], ys) for name, ys in (("pam", (5.56, 3.56)), ("sam", (4.78, 3.26)))}
     assert ends["pam"][1] == pytest.approx(-0.15, abs=0.005)
     assert ends["sam"][1] == pytest.approx(-0.12, abs=0.01)

@@ -53,8 +53,8 @@ PROTOCOLS = {
              "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4; D: 20 x 256
 }  # fmt: skip
 # PAM table 2: epochs in place of steps, each evaluated at its end and some three times before.
-PAM_PROTOCOL = {"epochs": 10, "batch": 8, "micro": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0, "warmup": 500, "schedule": "cosine",
-                "dtype": "float32", "checkpointing": False, "eval_seqs": 512, "ckpt_every": 1000,
+PAM_PROTOCOL = {"epochs": 10, "batch": 8, "micro": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0, "warmup": 500,
+                "schedule": "cosine", "dtype": "float32", "checkpointing": False, "eval_seqs": 512, "ckpt_every": 1000,
                 "sample_every": 5000}  # fmt: skip
 PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM_PROTOCOL)
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
@@ -81,8 +81,7 @@ class Settings:
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, a corpus of data.py, a file or a folder")
     size: str = flag(
-        None,
-        "size, or a list: tiny, small, 253m; pam, sam: tiny, 5m ... 100m (default: tiny; 253m for QS's corpora on CUDA)",
+        None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; 253m for QS's corpora on CUDA)"
     )
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
