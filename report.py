@@ -10,6 +10,7 @@ Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence M
 import json
 import math
 import sys
+from itertools import combinations
 from pathlib import Path
 
 from data import InputError, Parser, command_line, explain
@@ -307,6 +308,55 @@ def phase_coherence(embedding, pairs):
     first, second = z[pairs[:, 0]], z[pairs[:, 1]]
     product = (first.conj() * second).sum(-1) / (first.norm(dim=-1) * second.norm(dim=-1))
     return product.abs(), product.angle()
+
+
+def wordnet_pairs(folder):
+    """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv.
+
+    Returns: (synonyms, antonyms), sets of (lemma, lemma) in alphabetical order, spaces for underscores; what is both is in
+        neither. Raises InputError for a file that is missing or not WordNet's."""
+    words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
+    for pos in ("noun", "verb", "adj", "adv"):
+        path = Path(folder) / f"data.{pos}"
+        with explain(
+            f"read WordNet's {path} (Debian's package wordnet-base holds it, and so does wordnet.zip of nltk_data)"
+        ):
+            lines = path.read_text(encoding="latin-1").splitlines()
+        try:
+            for line in lines:
+                if line.startswith("  "):  # the licence
+                    continue
+                fields = line.partition(" | ")[0].split(" ")
+                key, count = (pos, fields[0]), int(fields[3], 16)
+                lemmas = [word.partition("(")[0].replace("_", " ") for word in fields[4 : 4 + 2 * count : 2]]
+                words[key], at = lemmas, 5 + 2 * count  # behind the number of pointers
+                for i in range(at, at + 4 * int(fields[at - 1]), 4):
+                    symbol, offset, other, places = fields[i : i + 4]
+                    if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
+                        other = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}[other]
+                        source, target = (int(n, 16) for n in (places[:2], places[2:]))
+                        opposites.append(((key, source), ((other, offset), target)))
+        except (ValueError, IndexError, KeyError):
+            raise InputError(f"{path} is not a data file of WordNet: {line[:60]!r}") from None
+    synonyms = {tuple(sorted(pair)) for lemmas in words.values() for pair in combinations(set(lemmas), 2)}
+    antonyms = {tuple(sorted(words[key][n - 1] for key, n in pair)) for pair in opposites}
+    antonyms = {(a, b) for a, b in antonyms if a != b}  # WordNet 3.0 opposes two meanings of "kern"
+    return synonyms - antonyms, antonyms - synonyms
+
+
+def plot_coherence(groups, out):
+    """PAM figure 3: coherence against phase, a colour for each group of word pairs and a dashed line at its mean coherence,
+    into the PNG `out`. groups: {name: (coherence, phase)} of phase_coherence."""
+    plt = _pyplot()
+    fig, ax = plt.subplots(figsize=(6, 4), dpi=150)
+    for i, (name, (coherence, phase)) in enumerate(groups.items()):
+        mean, low, high = mean_interval(coherence)
+        label = f"{name}, n = {len(coherence)}: {mean:.3f} ({low:.3f} to {high:.3f})"
+        ax.plot(phase, coherence, ".", ms=2, alpha=0.4, color=f"C{i}", label=label)
+        ax.axhline(mean, ls="--", lw=1, color=f"C{i}")
+    ax.set(xlabel="phase of <z1|z2>, radians", ylabel="coherence", xlim=(-math.pi, math.pi))
+    ax.legend(frameon=False, fontsize=7, markerscale=4)
+    _save(fig, out)
 
 
 def mean_interval(values, draws=2000, seed=0):

@@ -3128,16 +3128,47 @@ def test_repetition():
     assert report.repetition([]) == {"3-gram": 0.0, "4-gram": 0.0, "unique": 0.0}
 
 
-def test_phase_coherence():
+def test_phase_coherence(tmp_path):
     z = randn(4, 6, 2)
     turned = torch.view_as_real(torch.view_as_complex(z[:1]) * torch.exp(torch.tensor(0.7j)) * 3)
     coherence, phase = report.phase_coherence(torch.cat((z, turned)), torch.tensor([[0, 4], [0, 0], [1, 2]]))
     assert coherence[:2].tolist() == pytest.approx([1, 1])
     assert phase[:2].tolist() == pytest.approx([0.7, 0], abs=1e-6)
     assert coherence[2] < 1
+    report.plot_coherence({"all": (coherence, phase)}, tmp_path / "phase.png")
+    assert (tmp_path / "phase.png").read_bytes().startswith(b"\x89PNG")
     mean, low, high = report.mean_interval(randn(200).numpy())
     assert low < mean < high
     assert high - low == pytest.approx(2 * 1.96 / 200**0.5, rel=0.2)
+
+
+WORDNET = {
+    "adj": """  1 the licence
+00001740 00 a 02 hot 0 warm(p) 0 002 ! 00002098 a 0101 + 05200169 n 0101 | of high temperature
+00002098 00 s 02 cold(a) 0 ice_cold 0 002 ! 00001740 a 0101 ! 00001740 a 0202 | of low temperature
+""",
+    "noun": "00001740 03 n 0a a 0 b 0 c 0 d 0 e 0 f 0 g 0 h 0 i 0 j 0 000 | ten words: their number is hexadecimal\n",
+    "verb": "00001740 29 v 02 rise 0 fall 0 001 ! 00001740 v 0102 01 + 02 00 | both synonym and antonym\n",
+    "adv": "00001740 02 r 01 well 0 000 | alone\n",
+}
+
+
+def test_wordnet_pairs(tmp_path):
+    for name, text in WORDNET.items():
+        (tmp_path / f"data.{name}").write_text(text, encoding="latin-1")
+    synonyms, antonyms = report.wordnet_pairs(tmp_path)
+    assert antonyms == {("cold", "hot"), ("ice cold", "warm")}
+    assert len(synonyms) == 45 + 2
+    assert {("a", "j"), ("hot", "warm"), ("cold", "ice cold")} <= synonyms
+    for damage, message in (
+        ("not WordNet\n", "is not a data file of WordNet: 'not WordNet'"),
+        (None, "cannot read WordNet's"),
+    ):
+        path = tmp_path / "data.adv"
+        path.write_text(damage) if damage else path.unlink()
+        with pytest.raises(data.InputError, match=message) as error:
+            report.wordnet_pairs(tmp_path)
+        assert str(path) in str(error.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
