@@ -7,6 +7,7 @@ sections   params  parameters at every size             loss  untrained loss, to
            train   a training step, beside peers        scan  the scans alone, against the copy bandwidth
            born    Born attention's forms over lengths  step  one generated token, at two contexts
            phase   phase memory, beside a peer          memory  peak memory of what train and scan time
+           data    converting a corpus, hashing, importing data.py
 times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
            caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio.
 allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
@@ -19,7 +20,9 @@ import os
 import platform
 import random
 import re
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -31,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import data as corpora
 from data import Parser, command_line, explain
 from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
 from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
@@ -398,12 +402,55 @@ def memory(args):
     yield "peak memory that the work adds, default allocator", ("case", "candidate", "MB"), rows
 
 
+def convert(repeats):
+    """Rows of the section data: a parquet file like those of owt, 100 MB of text, made into a corpus; and its hash."""
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    pa.set_cpu_count(1)
+    text = corpora.load("stdlib", 1).tokens[:10_000_000].tobytes().decode("ascii", "replace")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        documents = [text[i : i + 5000] for shift in range(10) for i in range(100 * shift, len(text) - 5000, 5000)]
+        write_table(pa.table({"text": documents}), f"{folder}/x.parquet", row_group_size=1000, use_dictionary=False)
+        os.environ["NANOHILBERT_DATA"] = folder
+        seconds = []
+        for i in range(repeats):
+            os.utime(f"{folder}/x.parquet", (i, i))  # a new file: it is converted again
+            seconds.append(timeit(lambda: corpora.load(f"{folder}/x.parquet", 1), number=1))
+        path = corpora.load(f"{folder}/x.parquet", 1).path
+        hashing = [timeit(lambda: corpora.hash_file(path), number=1) for _ in range(repeats)]
+        for what, times in (
+            ("parquet to corpus: read, join, hash, write, fsync", seconds),
+            ("SHA-256 of a file", hashing),
+        ):
+            rates = [path.stat().st_size / 1e6 / x for x in (median(times), max(times), min(times))]
+            rows.append((what, "{:.0f} MB/s ({:.0f} - {:.0f})".format(*rates)))
+    return rows
+
+
+def corpus(args):
+    timed = "import time; t = time.perf_counter(); import data; print(time.perf_counter() - t)"
+    command = [sys.executable, "-c", timed]
+    runs = [
+        subprocess.run(command, capture_output=True, check=True, cwd=Path(__file__).parent) for _ in range(args.repeats)
+    ]
+    ms = sorted(1e3 * float(run.stdout) for run in runs)
+    imported = ("import data", f"{median(ms):.0f} ms ({ms[0]:.0f} - {ms[-1]:.0f})")
+    yield (
+        "corpora, one core",
+        ("what", "median (min - max)"),
+        [*in_child(args.threads, convert, args.repeats), imported],
+    )
+
+
 SECTIONS = {
     "params": params,
     "loss": loss,
     **{s: partial(timings, section=s) for s in CASES},
     "step": step,
     "memory": memory,
+    "data": corpus,
 }
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 Groups: kernels against their references, models, data and its faults, training, sampling, report, README.
 """
 
+import contextlib
 import dataclasses
+import email.utils
 import hashlib
+import http.server
 import json
 import math
 import os
@@ -13,13 +16,18 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -2042,11 +2050,666 @@ def test_data_command_line(cache, tmp_path, monkeypatch, capsys):
     assert corpus.sha256 in out and f"{len(corpus.tokens):,} bytes" in out and err == ""
     assert f"train  {len(train):,} bytes, {(len(train) - 1) // 64:,} windows of 64" in out
     data_py()
-    out, _ = capsys.readouterr()
-    assert "not prepared" not in out and "prepared" in out and f"{len(corpus.tokens):,}" in out
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["stdlib", "enwik8", "owt", "fineweb", "wikitext103", "PATH"]
+    assert f"{len(corpus.tokens):,} bytes, prepared:" in lines[0]
+    assert all("not prepared yet" in line and "GB of disk" in line for line in lines[1:-1])
     with pytest.raises(SystemExit) as exit:
         data_py("--help")
     assert exit.value.code == 0 and "NANOHILBERT_DATA" in capsys.readouterr().out
+
+
+# ---- parquet files and zip archives ----
+
+
+def documents(count, seed=0, size=2000):
+    """`count` documents of ASCII letters, of 0 to `size` bytes."""
+    rng = np.random.RandomState(seed)
+    return [rng.choice(np.frombuffer(b"etaoin shrdlu\n", "u1"), rng.randint(size)).tobytes() for _ in range(count)]
+
+
+def parquet(path, texts, column="text", **options):
+    """Writes a parquet file with two columns, 50 rows in a row group."""
+    columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), pa.string())}
+    pq.write_table(pa.table(columns), path, **{"row_group_size": 50, "compression": "none"} | options)
+    return path.read_bytes()
+
+
+def zipped(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "zstd"}, {"row_group_size": 7}, {"use_dictionary": False}], ids=str
+)
+def test_data_parquet_is_its_text_column(options, cache, tmp_path):
+    texts = [*documents(300), None, "naïve ☃".encode(), b""]  # a null is no document, an empty string is one
+    parquet(tmp_path / "a b.parquet", texts, **options)
+    corpus = data.load(tmp_path / "a b.parquet", 64)
+    assert corpus.name == "a_b" and corpus.path.is_relative_to(cache)
+    assert corpus.tokens.tobytes() == b"".join(t + b"\n\n" for t in texts if t is not None)
+    assert corpus.sha256 == hashlib.sha256(corpus.tokens).hexdigest() == corpus.record["sha256"]
+    inode = corpus.path.stat().st_ino
+    assert data.load(str(tmp_path / "a b.parquet"), 64).path.stat().st_ino == inode  # prepared once
+    parquet(tmp_path / "a b.parquet", texts[::-1])
+    assert data.load(tmp_path / "a b.parquet", 64).tokens[:2].tobytes() == b"\n\n"  # a new file, a new corpus
+
+
+def test_data_zip_is_what_it_holds(cache, tmp_path):
+    zipped(tmp_path / "x.ZIP", {"b": text(5000), "a/c": text(4000, seed=1), ".git/x": b"no", "a/.DS_Store": b"no"})
+    corpus = data.load(tmp_path / "x.ZIP", 64)
+    assert corpus.tokens.tobytes() == text(4000, seed=1) + text(5000)
+
+
+def link_member():
+    info = zipfile.ZipInfo("link")
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return info
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: parquet(p, documents(9), column="content"), "no column of strings named text; its columns: id (int64)"),
+        (lambda p: p.write_bytes(b"PAR1" + text(9000)), "not a readable parquet file"),
+        (lambda p: p.write_bytes(parquet(p, documents(99))[:-9]), "not a readable parquet file"),
+        (lambda p: parquet(p, []), "is empty"),
+        (lambda p: parquet(p, documents(4)), "too short"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"ok": text(9000), "../x": text(9000)}), "'../x', a link or a path out"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"a/../../x": text(9000)}), "out of it: refused"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"/etc/x": text(9000)}), "out of it: refused"),
+        (lambda p: zipped(p.with_suffix(".zip"), {"..\\x": text(9000)}), "out of it: refused"),
+        (lambda p: zipped(p.with_suffix(".zip"), {link_member(): "/etc/passwd"}), "out of it: refused"),
+        (lambda p: p.with_suffix(".zip").write_bytes(zipped(p, {"a": text(9000)})[:-30]), "damaged or encrypted zip"),
+        (lambda p: p.with_suffix(".zip").write_bytes(flip(zipped(p, {"a": text(9000)}))), "damaged or encrypted zip"),
+    ],
+)  # fmt: skip
+def test_data_parquet_and_zip_faults(make, message, cache, tmp_path, capsys):
+    make(tmp_path / "x.parquet")
+    name = "x.zip" if (tmp_path / "x.zip").exists() else "x.parquet"
+    with pytest.raises(SystemExit):
+        data_py(str(tmp_path / name))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert not (tmp_path.parent / "x").exists()
+    assert not [p for p in cache.rglob("*.bin") if p.stat().st_size > 4096]
+
+
+def flip(content):
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+
+
+# ---- downloads: a server with faults stands in for the hub ----
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server on this machine, in place of the hub. Attributes: files: {path: content}; faults: {path: [of the first
+    answer, of the second, ...]}; log: [(path, first byte asked for, Authorization, bytes sent)]; headers: for all answers."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            content, queue = server.files.get(self.path), server.faults.get(self.path, [])
+            fault = queue.pop(0) if queue else None
+            first = int(self.headers.get("Range", "bytes=0-")[6:-1])
+            entry = [self.path, first, self.headers.get("Authorization"), 0]
+            server.log.append(entry)
+            if isinstance(fault, int) or content is None:
+                self.send_response(fault or 404)
+                for header in server.headers.items():
+                    self.send_header(*header)
+                return self.end_headers()
+            if isinstance(fault, str) and fault.startswith("http"):
+                self.send_response(302)
+                self.send_header("Location", fault)
+                for header in server.headers.items():
+                    self.send_header(*header)
+                return self.end_headers()
+            if fault == "html":
+                content, first = b"<html>Sign in to the network</html>", 0
+            if fault == "flip":
+                content = flip(content)
+            if fault == "truncated":
+                content = content[: len(content) // 2]
+            if fault == "no ranges":
+                first = 0
+            shift = 1000 if fault == "another range" else 0
+            body = content[first + shift :]
+            length = len(body) + {"says more": 1000, "says less": -1000}.get(fault, 0)
+            self.send_response(206 if first else 200)
+            self.send_header("Content-Type", "text/html; charset=utf-8" if fault == "html" else "binary/octet-stream")
+            if fault != "chunked":
+                self.send_header("Content-Length", str(length))
+            if first:
+                self.send_header("Content-Range", f"bytes {first + shift}-{len(content) - 1}/{len(content)}")
+            for header in server.headers.items():
+                self.send_header(*header)
+            self.end_headers()
+            if fault in ("drop", "stall", "chunked"):
+                body = body[: len(body) // 2]
+            with contextlib.suppress(OSError):
+                for i in range(0, len(body), 1 << 16):
+                    self.wfile.write(body[i : i + (1 << 16)])
+                    entry[3] += len(body[i : i + (1 << 16)])
+                    time.sleep(server.pause)
+                if fault == "stall":
+                    server.over.wait(30)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server.files, server.faults, server.log, server.headers, server.pause = {}, {}, [], {}, 0
+    server.over = threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(data, "BACKOFF", 1e-3)
+    monkeypatch.setattr(data, "TIMEOUT", (5, 0.3))
+    yield server
+    server.over.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+SHARDS = [f"/datasets/x/toy/resolve/abc/sub/{i}.parquet" for i in range(2)]
+
+
+@pytest.fixture
+def toy(hub, cache, tmp_path, monkeypatch):
+    """A named corpus of two shards on the hub, cut within the second. Returns the bytes that it has to become."""
+    docs = [documents(400, seed=i) for i in range(2)]
+    for name, texts in zip(SHARDS, docs):
+        hub.files[name] = parquet(tmp_path / "shard", texts)
+    ends = np.cumsum([len(d) + 2 for texts in docs for d in texts])
+    recipe = toy_recipe(hub, cut=int(ends[600]) + 1)
+    monkeypatch.setitem(data.NAMED, "toy", recipe)
+    return b"".join(d + b"\n\n" for texts in docs for d in texts)[: ends[600]]
+
+
+def toy_recipe(hub, **changes):
+    pins = [(data.HUB + name, len(hub.files[name]), hashlib.sha256(hub.files[name]).hexdigest()) for name in SHARDS]
+    return data.Recipe("toy", tuple(data.Source(*pin) for pin in pins), **{"separator": "\n\n"} | changes)
+
+
+def assert_whole(cache, expected, name="toy"):
+    """The corpus is there, and nothing but the corpus."""
+    corpus = data.load(name, 64)
+    assert corpus.tokens.tobytes() == expected
+    assert sorted(p.name for p in (cache / name).iterdir()) == ["lock", "meta.json", f"{name}.bin"]
+    record = json.loads((cache / name / "meta.json").read_text())
+    assert record["sha256"] == hashlib.sha256(expected).hexdigest() and record["size"] == len(expected)
+    return record
+
+
+def assert_nothing_trusted(cache, name="toy"):
+    assert not list(cache.rglob("*.bin"))
+    record = cache / name / "meta.json"
+    assert not record.exists() or json.loads(record.read_text())["sha256"] is None
+
+
+@pytest.mark.parametrize(
+    "faults, asked",
+    [
+        ([], "0"),
+        (["drop"], "0 h"),  # of 0, half and the rest
+        (["drop", "drop", "drop"], "0 h h h"),
+        (["stall"], "0 h"),
+        (["chunked"], "0 h"),  # a body that ends early without having said how long it is
+        (["truncated"], "0 0"),
+        (["says more"], "0 0"),
+        (["says less"], "0 0"),
+        (["drop", "no ranges"], "0 h"),
+        (["drop", "another range"], "0 h h"),
+        (["drop", 416], "0 h 0"),
+        ([403], "0 0"),
+        (["drop", 403, 401], "0 h h h"),
+        ([500, 503], "0 0 0"),
+        (["flip"], "0 0"),
+        (["drop", "flip"], "0 h 0"),
+        (["html"], "0 0"),
+        (["drop", "html"], "0 h h"),
+        (["drop", "truncated"], "0 h h"),
+        (["another range"], "0 0"),
+    ],
+    ids=str,
+)
+def test_download_outlives(faults, asked, hub, toy, cache):
+    hub.faults[SHARDS[0]], begin = list(faults), time.perf_counter()
+    record = assert_whole(cache, toy)
+    assert time.perf_counter() - begin < 15
+    starts = [first for path, first, _, _ in hub.log if path == SHARDS[0]]
+    assert ["h" if first else "0" for first in starts] == asked.split()
+    if set(faults) <= {"drop", "stall", "chunked", 403, 401}:  # then nothing on the disk is fetched again
+        assert starts == sorted(starts)
+        assert (
+            sum(entry[3] for entry in hub.log if entry[0] == SHARDS[0])
+            <= len(hub.files[SHARDS[0]]) + len(faults) * 2**17
+        )
+    assert [s["url"] for s in record["sources"]] == [data.HUB + name for name in SHARDS]
+    assert [s["sha256"] for s in record["sources"]] == [hashlib.sha256(hub.files[name]).hexdigest() for name in SHARDS]
+    assert record["recipe"]["separator"] == "\n\n" and record["cut"]["source"] == data.HUB + SHARDS[1]
+    assert record["cut"]["documents"] == record["documents"] == 601
+    assert record["versions"].keys() == {"python", "numpy", "pyarrow", "requests"}
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("drop", "Connection broken"),
+        ("flip", "came damaged, twice"),
+        ("truncated", "bytes instead of"),
+        ("says less", "bytes instead of"),
+        ("html", "a web page instead of the file"),
+        (403, "HTTP status 403"),
+        (404, "HTTP status 404"),
+        (500, "HTTP status 500"),
+    ],
+    ids=str,
+)
+def test_download_gives_up(fault, message, hub, toy, cache, monkeypatch, capsys):
+    """One line that says what is wrong and what to do, no trusted file; and the next call works."""
+    hub.faults[SHARDS[0]] = [fault] * 50
+    monkeypatch.setattr(data, "TRIES", 3)
+    with pytest.raises(SystemExit) as exit:
+        data_py("toy")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert exit.value.code == 2 and last.startswith("error: ") and message in last and data.HUB + SHARDS[0] in last
+    if fault != "flip":
+        assert "0.parquet by hand" in last and str(cache / "toy") in last
+    assert len(hub.log) == (1 if fault == 404 else 2 if fault == "flip" else 3)
+    assert_nothing_trusted(cache)
+    hub.faults.clear()
+    assert_whole(cache, toy)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Retry-After": "7"}, {"RateLimit": '"resolvers";r=0;t=7'}, {"Retry-After": "date"}], ids=str
+)
+def test_download_waits_as_long_as_it_is_asked_to(headers, hub, toy, cache, monkeypatch):
+    if headers.get("Retry-After") == "date":
+        headers = {"Retry-After": email.utils.formatdate(time.time() + 7.9, usegmt=True)}
+    hub.headers, hub.faults[SHARDS[0]], waits = headers, [429], []
+    monkeypatch.setattr(data.time, "sleep", waits.append)
+    assert_whole(cache, toy)
+    assert max(waits) == pytest.approx(7, abs=1)
+
+
+def test_download_does_not_wait_for_hours(hub, toy, cache):
+    hub.headers, hub.faults[SHARDS[0]] = {"Retry-After": "7200"}, [429]
+    with pytest.raises(data.InputError, match="HTTP status 429, asks to wait 7200 s"):
+        data.load("toy", 64)
+
+
+def test_download_of_expired_urls_and_secrets(hub, toy, cache, monkeypatch):
+    """A redirect to storage on another host, whose signed URL soon expires. The token goes to the hub alone."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    signed = [f"/signed/{i}" for i in range(3)]
+    for url in signed:
+        hub.files[url] = hub.files[SHARDS[0]]
+    hub.faults[SHARDS[0]] = [hub.url.replace("127.0.0.1", "localhost") + url for url in signed]
+    hub.faults[signed[0]], hub.faults[signed[1]] = ["drop"], [403]
+    assert_whole(cache, toy)
+    asked = [(path, first > 0, token) for path, first, token, _ in hub.log]
+    assert asked == [
+        (SHARDS[0], False, "Bearer secret"), (signed[0], False, None),
+        (SHARDS[0], True, "Bearer secret"), (signed[1], True, None),
+        (SHARDS[0], True, "Bearer secret"), (signed[2], True, None),
+        (SHARDS[1], False, "Bearer secret"),
+    ]  # fmt: skip
+
+
+def test_download_tied_to_what_it_is_a_part_of(hub, toy, cache, monkeypatch, tmp_path):
+    """The pin changes between two calls: the part of the old file is not gone on with."""
+    hub.faults[SHARDS[0]] = ["drop", 404]
+    with pytest.raises(data.InputError):
+        data.load("toy", 64)
+    (part,) = (cache / "toy").glob("0.parquet.*.part")
+    assert hub.files[SHARDS[0]].startswith(part.read_bytes()) and part.stat().st_size > 100_000
+    docs = documents(400, seed=5)
+    hub.files[SHARDS[0]] = parquet(tmp_path / "shard", docs)
+    monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub))
+    data.load("toy", 64)
+    assert [first for path, first, *_ in hub.log if path == SHARDS[0]][2:] == [0]
+    assert_whole(cache, b"".join(d + b"\n\n" for d in [*docs, *documents(400, seed=1)]))
+
+
+def test_download_of_a_file_that_changed(hub, toy, cache, tmp_path):
+    """At the same address, of the same size: what came of both is no corpus."""
+    old = hub.files[SHARDS[0]]
+    hub.faults[SHARDS[0]] = ["drop", 404]
+    with pytest.raises(data.InputError, match="404"):
+        data.load("toy", 64)
+    hub.files[SHARDS[0]] = old[:-1000] + bytes(1000)
+    with pytest.raises(data.InputError, match="came damaged, twice"):
+        data.load("toy", 64)
+    assert_nothing_trusted(cache)
+    assert not [p for p in (cache / "toy").glob("*.part") if p.stat().st_size and p.name != "toy.bin.part"]
+    hub.files[SHARDS[0]] = old
+    assert_whole(cache, toy)
+
+
+@pytest.mark.parametrize("told_by", ["redirect", "list", "nobody"])
+def test_download_of_a_file_without_a_pin(told_by, hub, toy, cache, monkeypatch):
+    """Size and hash are what the hub says on first use, and stay that."""
+    sources = tuple(data.Source(data.HUB + name) for name in SHARDS[:1])
+    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", sources, "\n\n"))
+    content = hub.files[SHARDS[0]]
+    sha256 = hashlib.sha256(content).hexdigest()
+    if told_by == "redirect":
+        hub.headers = {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(content))}
+    elif told_by == "list":
+        entry = {"path": "sub/0.parquet", "size": len(content), "lfs": {"oid": sha256, "size": len(content)}}
+        hub.files["/api/datasets/x/toy/tree/abc/sub"] = json.dumps([{"path": "sub/.x", "size": 3}, entry]).encode()
+    else:
+        with pytest.raises(data.InputError, match="does not tell its SHA-256"):
+            data.load("toy", 64)
+        return assert_nothing_trusted(cache)
+    hub.faults[SHARDS[0]] = [None, "drop", 404]
+    with pytest.raises(data.InputError, match="404"):
+        data.load("toy", 64)
+    assert json.loads((cache / "toy" / "meta.json").read_text())["pins"] == {sources[0].url: [len(content), sha256]}
+    changed = content[:-1000] + bytes(1000)  # the remote file changes between two calls
+    hub.files[SHARDS[0]] = changed
+    if told_by == "redirect":
+        hub.headers = {"X-Linked-Etag": hashlib.sha256(changed).hexdigest()}
+    with pytest.raises(
+        data.InputError, match="another file than before" if told_by == "redirect" else "came damaged, twice"
+    ):
+        data.load("toy", 64)
+    assert_nothing_trusted(cache)
+    hub.files[SHARDS[0]], hub.headers = content, {}
+    record = assert_whole(cache, b"".join(d + b"\n\n" for d in documents(400)))
+    assert record["sources"] == [{"url": sources[0].url, "size": len(content), "sha256": sha256}]
+
+
+@pytest.mark.parametrize("first", ["packed anew", "missing", "other content", "html", "../x"])
+def test_download_of_a_zip_from_a_mirror(first, hub, cache, tmp_path, monkeypatch):
+    """What is in the archive decides, not how it was packed. No token is sent to hosts other than the hub."""
+    content, member = text(300_000), "enwik8"
+    good = zipped(tmp_path / "good", {member: content})
+    with zipfile.ZipFile(tmp_path / "anew", "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(member, content)
+    hub.files = {"/b/enwik8.zip": good, "/a/enwik8.zip": (tmp_path / "anew").read_bytes()}
+    if first == "missing":
+        del hub.files["/a/enwik8.zip"]
+    elif first != "packed anew":
+        members = {"other content": {member: text(300_000, seed=1)}, "../x": {"../x": content}, "html": {"x": b""}}[
+            first
+        ]
+        hub.files["/a/enwik8.zip"] = zipped(tmp_path / "bad", members)
+    hub.faults["/a/enwik8.zip"] = ["html"] * 9 if first == "html" else ["drop", "drop"]
+    source = data.Source(f"{hub.url}/a/enwik8.zip", sha256=hashlib.sha256(content).hexdigest(),
+                         mirrors=(f"{hub.url}/b/enwik8.zip",))  # fmt: skip
+    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (source,)))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert_whole(cache, content)
+    assert (hub.log[-1][0] == "/b/enwik8.zip") == (first != "packed anew")
+    assert {token for _, _, token, _ in hub.log} == {None}
+    corpus = data.load("toy", 64)
+    assert [len(corpus.split(split)) for split in ("train", "val", "test")] == [270_000, 15_000, 15_000]
+
+
+def test_data_official_splits(hub, toy, cache, monkeypatch):
+    """As of wikitext103: rows joined with nothing in between, and splits that are those of the files."""
+    pins = toy_recipe(hub).sources
+    sources = [dataclasses.replace(pins[i], split=split) for i, split in ((0, "train"), (1, "val"))]
+    hub.files["/test.parquet"] = hub.files[SHARDS[0]]
+    more = dataclasses.replace(pins[0], url=f"{hub.url}/test.parquet", split="test")
+    twice = dataclasses.replace(pins[1], url=data.HUB + SHARDS[1] + "?again", split="train")
+    hub.files[SHARDS[1] + "?again"] = hub.files[SHARDS[1]]
+    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (sources[0], twice, sources[1], more)))
+    corpus = data.load("toy", 64)
+    a, b = (b"".join(documents(400, seed=i)) for i in range(2))
+    assert [corpus.split(s).tobytes() for s in ("train", "val", "test")] == [a + b, b, a]
+    for name in ("enwik8", "owt", "fineweb"):
+        assert {source.split for source in data.NAMED[name].sources} == {None}
+
+
+def test_named_corpora_are_pinned():
+    for name, recipe in data.NAMED.items():
+        for source in recipe.sources:
+            assert re.fullmatch("[0-9a-f]{64}", source.sha256 or "0" * 64)
+            assert "/resolve/main/" not in source.url
+            assert (source.sha256 is not None) or name == "fineweb"
+            assert re.search(r"/resolve/[0-9a-f]{40}/", source.url) or name == "enwik8"
+    owt = [source.size for source in data.NAMED["owt"].sources]
+    assert (len(owt), sum(owt)) == (7, data.NAMED["owt"].download) and data.NAMED["owt"].disk == 3 * 10**9 + max(owt)
+
+
+def test_download_without_a_network(toy, cache, monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(SystemExit) as exit:
+        data_py("toy")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert exit.value.code == 2 and last.startswith(f"error: cannot download {data.HUB}{SHARDS[0]} (")
+    assert "refused" in last and last.endswith(f"fetch 0.parquet by hand and put it into {cache / 'toy'}")
+
+
+def test_download_by_hand(hub, toy, cache, capsys):
+    """A file put into the folder is taken if it is the right one, and else put aside."""
+    (cache / "toy").mkdir(parents=True)
+    (cache / "toy" / "0.parquet").write_bytes(hub.files[SHARDS[0]])
+    (cache / "toy" / "1.parquet").write_bytes(flip(hub.files[SHARDS[1]]))
+    assert data.load("toy", 64).tokens.tobytes() == toy
+    assert [path for path, *_ in hub.log] == SHARDS[1:]
+    assert "1.parquet is not the right file" in capsys.readouterr().err
+    assert (cache / "toy" / "1.parquet.bad").read_bytes() == flip(hub.files[SHARDS[1]])
+
+
+def test_download_checks_the_disk_first(hub, toy, cache, monkeypatch):
+    monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, disk=10**9))
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**12, 10**12 - 999, 999))
+    with pytest.raises(data.InputError, match="needs 1,000,000,000 bytes more, and its disk has 999 free"):
+        data.load("toy", 64)
+    assert not hub.log
+    assert_nothing_trusted(cache)
+
+
+@pytest.mark.parametrize("limit", [200_000, 450_000])  # the first is passed in a download, the second in a conversion
+def test_download_disk_full(limit, hub, toy, cache, monkeypatch):
+    monkeypatch.setattr(data, "SAVE_EVERY", 50_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(data.InputError, match="cannot write into .*NANOHILBERT_DATA"):
+            data.load("toy", 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_nothing_trusted(cache)
+    before = len(hub.log)
+    assert_whole(cache, toy)
+    if limit == 200_000:
+        assert hub.log[before][:2] == [SHARDS[0], 200_000]  # the part that had room is kept
+    else:
+        assert SHARDS[0] not in [path for path, *_ in hub.log[before:]]
+
+
+# A program that prepares "toy", and kills itself at a line of one of the named functions of data.py.
+CHILD = """
+import json, os, signal, sys
+import data
+argument = json.loads(sys.argv[1])
+pins, recipe, functions, last = (argument[key] for key in ("pins", "recipe", "functions", "last"))
+data.NAMED["toy"] = data.Recipe("toy", tuple(data.Source(*pin) for pin in pins), **recipe)
+data.SAVE_EVERY, data.BACKOFF, lines = 50_000, 1e-3, 0
+def trace(frame, event, _):
+    global lines
+    if frame.f_code.co_filename != data.__file__ or frame.f_code.co_name not in functions:
+        return None
+    lines += event == "line"
+    if lines == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+sys.settrace(trace if functions else None)
+corpus = data.load("toy", 64)
+sys.settrace(None)
+print(lines, corpus.sha256)
+"""
+PHASES = {
+    "download": ["request", "check_answer", "insist", "download", "transfer", "obtain"],
+    "conversion": [
+        "prepare",
+        "build",
+        "write",
+        "save",
+        "write_documents",
+        "read_parquet",
+        "write_record",
+        "replace_file",
+    ],
+}
+
+
+def child(phase=None, last=-1):
+    recipe = data.NAMED["toy"]
+    argument = {
+        "pins": [(s.url, s.size, s.sha256) for s in recipe.sources],
+        "recipe": {"separator": recipe.separator, "cut": recipe.cut},
+        "functions": PHASES.get(phase, []),
+        "last": last,
+    }
+    command = [sys.executable, "-c", CHILD, json.dumps(argument)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_download_killed_at_any_moment(phase, hub, toy, cache):
+    """kill -9 at ten random lines of each phase; then another call ends with the same bytes, and fetches little twice."""
+    out, err = (run := child(phase)).communicate()
+    assert run.returncode == 0, err
+    assert out.split()[1] == hashlib.sha256(toy).hexdigest()
+    lines = int(out.split()[0])
+    assert lines > 100
+    stopped = set()
+    for last in np.random.RandomState(0).choice(np.arange(1, lines + 1), 10, replace=False).tolist() + [lines]:
+        shutil.rmtree(cache)
+        hub.log.clear()
+        run = child(phase, last)
+        run.communicate()
+        assert run.returncode == -signal.SIGKILL
+        record = data.read_record(cache / "toy" / "toy.bin", data.NAMED["toy"])
+        on_disk = {p.name: p.stat().st_size for p in (cache / "toy").glob("?.parquet*")}
+        stopped.add((record["size"], record["row_group"], sum(on_disk.values())))
+        if record["sha256"] is None:
+            before = len(hub.log)
+            assert_whole(cache, toy)
+            for entry in hub.log[before:]:
+                assert entry[1] == sum(size for file, size in on_disk.items() if file.startswith(entry[0][-9:]))
+        assert_whole(cache, toy)
+    assert len(stopped) > 4  # really at different moments
+
+
+def test_download_stopped_between_its_last_two_steps(hub, toy, cache, monkeypatch):
+    """The corpus has its name already, its record does not say yet that it is whole."""
+
+    def stop(folder, record):
+        if (cache / "toy" / "toy.bin").exists():
+            raise KeyboardInterrupt
+        write_record(folder, record)
+
+    write_record = data.write_record
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "write_record", stop)
+        data.load("toy", 64)
+    hub.files.clear()
+    assert_whole(cache, toy)
+
+
+def test_download_by_two_processes_at_once(hub, toy, cache):
+    hub.pause = 0.1
+    runs = [child(), child()]
+    outputs = [run.communicate() for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    assert {out.split()[1] for out, _ in outputs} == {hashlib.sha256(toy).hexdigest()}
+    assert [path for path, *_ in hub.log] == SHARDS  # each was fetched once
+    assert sum(f"another process prepares {cache / 'toy'}: waiting" in err for _, err in outputs) == 1
+    assert_whole(cache, toy)
+
+
+def test_prepared_corpus_is_checked(hub, toy, cache, program):
+    """Cheaply at each start, by size and time of change; by hash with --verify."""
+    assert program(data, "toy")[0] == 0
+    hub.files.clear()
+    path = cache / "toy" / "toy.bin"
+    info = path.stat()
+    code, out, err = program(data, "toy", "--verify")
+    assert (code, err) == (0, "") and "(verified)" in out and hashlib.sha256(toy).hexdigest() in out
+    path.write_bytes(flip(toy))
+    for argv in ([data, "toy"], [train, "--data", "toy", "--out", "run"]):
+        code, _, err = program(*argv)
+        assert code == 2 and err.startswith(f"error: {path} is damaged") and err.count("\n") == 1
+    assert not Path("run").exists()
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))  # damage that no clock shows, as of a failing disk
+    assert program(data, "toy")[0] == 0
+    assert f"{path} is damaged" in program(data, "toy", "--verify")[2]
+    path.write_bytes(toy[:-1])
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert f"{path} is damaged" in program(data, "toy")[2]
+    path.write_bytes(toy)  # a copy of it: hashed once, then known again
+    hashed = []
+    with pytest.MonkeyPatch.context() as patch:
+        hash_file = data.hash_file
+        patch.setattr(data, "hash_file", lambda path: hashed.append(path) or hash_file(path))
+        assert [program(data, "toy")[0] for _ in range(3)] == [0, 0, 0]
+    assert hashed == [path]
+    for damage in (b"{", b"[]", b"{}"):
+        (cache / "toy" / "meta.json").write_bytes(damage)
+        assert "meta.json is damaged: delete" in program(data, "toy")[2]
+
+
+def test_prepared_corpus_of_another_recipe(hub, toy, cache, monkeypatch):
+    data.load("toy", 64)
+    monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, separator=" "))
+    with pytest.raises(data.InputError, match="was prepared in another way"):
+        data.load("toy", 64)
+
+
+def test_training_prepares_a_named_corpus(hub, toy, cache, program):
+    code, _, err = program(train, *SMALL, "--data", "toy", "--steps", 2)
+    assert code == 0, err
+    assert_whole(cache, toy)
+    header = report.read_log(Path("runs").glob("*").__next__())[0]
+    assert header["data"] == {"name": "toy", "size": len(toy), "sha256": hashlib.sha256(toy).hexdigest()}
+
+
+# ---- what a conversion and an import cost ----
+
+PEAK = """
+import data, re, sys
+data.load(sys.argv[1], 64)
+print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 2**10)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("rows", [1000, 10**6])  # 1000: as of the corpora; 10^6: one row group that holds all
+def test_conversion_memory(rows, cache, tmp_path):
+    """150 MB of text, and far less memory than that beside the 60 MB of the imports."""
+    piece = "".join(map(chr, np.random.RandomState(0).randint(97, 123, 5000)))
+    table = pa.table({"text": [piece[i % 4999 :] + piece[: i % 4999] for i in range(30_000)]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=rows, use_dictionary=False)
+    del table
+    out = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path / "x.parquet"], cwd=ROOT, capture_output=True, check=True
+    )
+    assert float(out.stdout) < 300, out.stdout
+
+
+def test_import_is_fast():
+    def run(code):
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout
+
+    timed = "import time; t = time.process_time(); import data; print(time.process_time() - t)"  # whoever else computes
+    assert min(float(run(timed)) for _ in range(5)) < 0.2
+    assert run("import data, sys; print({'torch', 'requests', 'pyarrow'} & set(sys.modules))") == b"set()\n"
 
 
 # ---- splits and windows ----

@@ -79,7 +79,7 @@ class Settings:
     """Every flag. None: taken from PROTOCOLS for the size."""
 
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
-    data: str = flag("stdlib", "stdlib, a corpus of data.py, a file or a folder")
+    data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     size: str = flag(
         None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; 253m for QS's corpora on CUDA)"
     )
@@ -535,7 +535,7 @@ def main():
     device = sample.pick_device(given.get("device", "auto"))
     if world > 1:
         device = torch.device("cuda", local_rank) if device.type == "cuda" else torch.device("cpu")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))  # of a download
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
