@@ -6,7 +6,8 @@
 sections   params  parameters at every size             loss  untrained loss, to be compared with ln 256
            train   a training step, beside peers        scan  the scans alone, against the copy bandwidth
            born    Born attention's forms over lengths  step  one generated token, at two contexts
-           tasks   a step of the models of csp.py       memory  peak memory of what train and scan time
+           tasks   a step of the models of csp.py       phase   phase memory, beside a peer
+           memory  peak memory of what train and scan time
            data    converting a corpus, hashing, importing data.py
 times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
            caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio.
@@ -41,7 +42,7 @@ import tasks
 from data import Parser, command_line, explain
 from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
 from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
-from kernels import born_attention, complex_scan, selective_scan
+from kernels import born_attention, complex_scan, phase_memory, selective_scan
 from sample import MODELS
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
@@ -165,6 +166,27 @@ def attend_softmax(T):
     return attend(partial(F.scaled_dot_product_attention, is_causal=True), (64,), T)
 
 
+def remember(B, T, H, D, real=False, backend=None):
+    pair = () if real else (2,)
+    inputs = *(torch.randn(B, H, T, D, *pair) for _ in range(3)), -F.softplus(torch.randn(B, H, T) - 3)
+    return gradients(lambda *x: phase_memory(*x, real=real, backend=backend)[0], *inputs)
+
+
+def remember_fla(B, T, H, D):
+    try:
+        from naive import naive_chunk_simple_gla
+    except ImportError:
+        return "not found (put fla/ops/simple_gla of flash-linear-attention on PYTHONPATH; it needs einops)"
+    inputs = *(torch.randn(B, T, H, D) for _ in range(3)), -F.softplus(torch.randn(B, T, H) - 3)
+    return gradients(lambda *x: naive_chunk_simple_gla(*x)[0], *inputs)
+
+
+def remember_in_pieces(real, T):
+    """Sequences of T tokens one after another, TOKENS in all: equal times are equal times a token."""
+    once = remember(1, T, 2, 64, real)
+    return lambda: [once() for _ in range(TOKENS // T)]
+
+
 def copy(*_):
     source, target = torch.zeros(2, 2**26)  # 256 MB each: far larger than a cache
     return lambda: target.copy_(source)
@@ -220,6 +242,13 @@ SELECTIVE = {
     "time loop, float64": partial(scan_selective, backend="reference"),
     COPY: copy,
 }
+PHASE = {
+    "nanoHilbert phase_memory, real (SAM)": partial(remember, real=True),
+    "nanoHilbert phase_memory, complex (PAM)": remember,
+    "the same, the paper's O(T^2) form": partial(remember, backend="dual"),
+    "fla naive_chunk_simple_gla, real": remember_fla,
+}
+LENGTHS = {"real (SAM)": partial(remember_in_pieces, True), "complex (PAM)": partial(remember_in_pieces, False)}
 STEPS = {f"{name} after {T} tokens": partial(generate, name, T) for name in MODELS for T in CONTEXTS}
 CASES = {  # section: {title: (candidates; shape; float32 numbers that have to move, each of them once in both passes)}
     "train": {
@@ -238,6 +267,12 @@ CASES = {  # section: {title: (candidates; shape; float32 numbers that have to m
     },
     "born": {f"two heads, {TOKENS // T} times {T} tokens": (BORN, (T,), None) for T in (256, 1024, 2048, 4096, TOKENS)},
     "tasks": {"task models, five seeds": ({name: partial(train_task, name) for name in csp.MODELS}, (), None)},
+    "phase": {
+        "phase memory, B2 T512 H4 D64": (PHASE, (2, 512, 4, 64), None),
+        **{
+            f"phase memory, H2 D64, {TOKENS // T} times {T} tokens": (LENGTHS, (T,), None) for T in (1024, 4096, TOKENS)
+        },
+    },
     "step": {"one generated token, size tiny": (STEPS, (), None)},
 }
 
@@ -316,16 +351,18 @@ def untrained_loss(name, size):
 
 def params(args):
     rows = []
-    for size in HMamba.SIZES:
+    for size in dict.fromkeys(size for model in MODELS.values() for size in model.SIZES):
         with torch.device("meta"):  # counts only: nothing is allocated
-            counts = [model(model.SIZES[size]).num_params()["total"] for model in MODELS.values()]
-        pairs = [f"{100 * (twin / ours - 1):+.4f} %" for ours, twin in zip(counts[::2], counts[1::2])]
-        rows.append((size, *(f"{count:,}" for count in counts), *pairs))
-    yield "parameters", ("size", *MODELS, "first pair", "second pair"), rows
+            counts = [model(model.SIZES[size]).num_params()["total"] if size in model.SIZES else None
+                      for model in MODELS.values()]  # fmt: skip
+        pairs = [f"{100 * (twin / ours - 1):+.4f} %" if ours else "-" for ours, twin in zip(counts[::2], counts[1::2])]
+        rows.append((size, *(f"{count:,}" if count else "-" for count in counts), *pairs))
+    yield "parameters, vocabulary 256", ("size", *MODELS, "first pair", "second pair", "third pair"), rows
 
 
 def loss(args):
-    jobs = [(name, size) for size in HMamba.SIZES if args.large or size != "253m" for name in MODELS]
+    sizes = HMamba.SIZES if args.large else [size for size in HMamba.SIZES if size != "253m"]
+    jobs = [(name, size) for size in sizes for name in MODELS if size in MODELS[name].SIZES]
     rows = [(*job, f"{in_child(args.threads, untrained_loss, *job):.3f}") for job in progress(jobs, unit="model")]
     yield f"untrained loss on random bytes, nats per byte (ln {V} = {math.log(V):.3f})", ("model", "size", "loss"), rows
 
@@ -353,6 +390,7 @@ def timings(args, section):
             "scan": ": forward, backward",
             "born": f", N{N}: forward, backward",
             "tasks": " of 64 sequences of length 16 together: data, forward, backward, clipping, Adam",
+            "phase": ": forward, backward",
             "step": "",
         }
         columns = ["candidate", "ms (min - max)", "time / first", "ms, default allocator", "time / first"]

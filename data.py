@@ -848,6 +848,11 @@ def train_index(n, seed, step, batch):
     return np.concatenate(parts).astype(np.int64)
 
 
+def epoch_steps(corpus, seq, batch):
+    """Whole steps of `batch` windows of `seq` tokens in one pass over the training split, at least 1."""
+    return max(1, num_windows(corpus.split("train"), seq) // batch)
+
+
 def eval_index(n, count):
     """The windows to evaluate on: min(count, n) of the n, evenly spread, int64."""
     count = min(count, n)

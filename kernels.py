@@ -1,16 +1,20 @@
 """What moves information through time in every model: a float64 reference, a fast torch path, one public function each.
 
 Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), eqs. 2-5
-and Algorithms 1-3; "Mamba" (Gu and Dao, arXiv 2312.00752), Algorithm 2 and section 3.3.
+and Algorithms 1-3; "Mamba" (Gu and Dao, arXiv 2312.00752), Algorithm 2 and section 3.3; "Phase-Associative Memory:
+Sequence Modeling in Complex Hilbert Space" (PAM), eqs. 5-7.
 
     complex_scan     h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t              used by H-Mamba
     selective_scan   h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t    used by Mamba
     born_attention   o_i = sum_{j<=i} |<q_i|k_j>|^2 v_j / sum_{j<=i} |<q_i|k_j>|^2   used by H-Transformer
+    phase_memory     S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t         used by PAM and SAM
 
 Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)   E d_inner   N state width
     log_decay (B, T, C)     log|a_t|, QS eq. 2            theta (B, T, C)   arg a_t in radians, QS eq. 3
     b         (B, T, C, 2)  complex input, QS eq. 2       h     (B, T, C, 2) complex state psi_t, QS eq. 2
-    q, k, v   (B, H, T, N, 2)  complex queries, keys and values of H heads, QS eq. 5
+    q, k, v   (B, H, T, N, 2)  complex queries, keys and values of H heads, QS eq. 5; PAM eq. 4, there (B, H, T, d, 2)
+    log_gamma (B, H, T)     log of the decay gamma_t, PAM eq. 5
+    S         (B, H, d, d, 2)  matrix state, PAM eq. 6, indexed [value, key]
 Complex numbers are real pairs: the last axis holds (re, im).
 
 Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
@@ -685,6 +689,260 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t                                    (PAM eqs. 6-7)
+#
+# In a chunk of c tokens, with S the state before it and E_ti = prod_{i<j<=t} gamma_j the decay from i to t (E_t0: S's):
+#     y_t = sum_{i<=t} E_ti (k_i^* . q_t) v_i + E_t0 S q_t          S' = sum_i E_ci v_i (x) k_i^* + E_c0 S
+# The first sum is the dual form of PAM eq. 7 inside the chunk. log E is summed over the gates between i and t, never
+# taken as a difference of two prefix sums: beside one gate near 0 the difference would lose the gates near 1.
+# Here a matrix holds its tokens or coordinates as rows, and the state is M = S^T, keys by values:
+#     Y = (Q K^H * E) V + E_0 Q M           M' = (E_c K)^H V + E_c0 M
+# The adjoint, with G = dL/dY and N = dL/dM', and dL/dP of the scores P = Q K^H:
+#     dL/dP = G V^H * E        dL/dQ = dL/dP K + E_0 G M^H       dL/dK = dL/dP^H Q + E_c V N^H
+#     dL/dV = (P * E)^H G + E_c K N       dL/dM = (E_0 Q)^H G + E_c0 N
+#     dL/dlog gamma_j = sum_{t>=j} sum_{i<j} E_ti dL/dE_ti
+# Complex products are real ones: a row vector of n pairs is one of 2n reals, and as its factor a matrix X gets the rows
+# of iX between its own (`_rows`). A real memory takes the same path with the rows as they are.
+
+PHASE_CHUNK = 64  # tokens a chunk
+
+
+def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
+    """The recurrence as written, step by step in complex128 (float64 if real). The oracle of the tests."""
+    q, k, v = (x.double() if real else torch.view_as_complex(x.double().contiguous()) for x in (q, k, v))
+    if state is None:
+        S = q.new_zeros(*q.shape[:2], v.shape[-1], k.shape[-1])
+    else:
+        S = state.double() if real else torch.view_as_complex(state.double().contiguous())
+    ys = []
+    for q_t, k_t, v_t, log_gamma_t in zip(*(x.unbind(2) for x in (q, k, v, log_gamma.double()))):
+        outer = v_t.unsqueeze(-1) * k_t.conj().unsqueeze(-2)  # (B, H, v, k)
+        S = log_gamma_t.exp()[..., None, None] * S + outer  # PAM eq. 6
+        ys.append((S @ q_t.unsqueeze(-1)).squeeze(-1))  # PAM eq. 7
+    y = torch.stack(ys, 2)
+    return (y, S) if real else (torch.view_as_real(y), torch.view_as_real(S))
+
+
+def _times_i(x):
+    """i x for pairs (..., n, 2), as pairs."""
+    re, im = x.unbind(-1)
+    return torch.stack((-im, re), -1)
+
+
+def _rows(x, real):
+    """x (..., m, n) if real, else (..., m, 2n) -> (..., 2m, 2n): each row followed by i times it."""
+    if real:
+        return x
+    return torch.stack((x, _times_i(x.unflatten(-1, (-1, 2))).flatten(-2)), -2).flatten(-3, -2)
+
+
+def _rows_backward(grad, real):
+    """The adjoint of _rows: row_1 - i row_2."""
+    if real:
+        return grad
+    first, second = grad.unflatten(-2, (-1, 2)).unbind(-2)
+    return first - _times_i(second.unflatten(-1, (-1, 2))).flatten(-2)
+
+
+def _outer(a, b, real):
+    """a^H b: a (..., c, m), b (..., c, n) -> (..., m, n); if complex a (..., c, 2m), b (..., c, 2n) -> (..., m, 2n)."""
+    return a.mT @ b if real else _rows(a, real)[..., ::2].mT @ _rows(b, real)
+
+
+def _decays(log_gamma):
+    """log_gamma (..., c) -> E (..., c, c+1), from i = 0 ... c (0: the state before the first token) to t = 1 ... c."""
+    c = log_gamma.shape[-1]
+    before = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).tril()  # [j, i]: i < j
+    between = torch.where(before, log_gamma.unsqueeze(-1), 0.0).cumsum(-2)  # [t, i]: sum over i < j <= t
+    future = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).triu(2)  # [t, i]: i > t
+    return between.masked_fill_(future, -torch.inf).exp_()
+
+
+def _weigh(scores, E, real):
+    """scores (..., c, c), or (..., c, 2c) with pairs, times the decay from every token of the chunk."""
+    E = E[..., 1:]
+    return scores * E if real else (scores.unflatten(-1, (-1, 2)) * E.unsqueeze(-1)).flatten(-2)
+
+
+def _phase_groups(q):
+    """Slices of the chunks worked on together: on a CPU as many as keep their scores in cache, elsewhere all."""
+    G, n, c, _ = q.shape
+    size = max(1, 2**17 // max(1, G * c * c)) if q.device.type == "cpu" else n
+    return [slice(i, i + size) for i in range(0, n, size)]
+
+
+@custom_op("nanohilbert::phase_memory", mutates_args=())
+def _phase_memory(
+    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, M: Tensor, real: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (G, chunks, c, d or 2d), log_gamma (G, chunks, c), M (G, d, d or 2d): y, last M, M before each chunk."""
+    y, starts = torch.empty_like(v, memory_format=torch.contiguous_format), M.new_empty(q.shape[1], *M.shape)
+    with torch.autocast(q.device.type, enabled=False):
+        for part in _phase_groups(q):
+            q_, k_, v_, E = q[:, part], k[:, part], v[:, part], _decays(log_gamma[:, part])
+            added = _outer(k_ * E[..., -1, 1:].unsqueeze(-1), v_, real)
+            for start, whole, new in zip(starts[part], E[..., -1, 0].unbind(1), added.unbind(1)):
+                start.copy_(M)
+                M = torch.addcmul(new, whole[:, None, None], M)
+            y_ = _weigh(q_ @ _rows(k_, real).mT, E, real) @ _rows(v_, real)
+            y[:, part] = y_.addcmul_(E[..., :1], q_ @ _rows(starts[part].transpose(0, 1), real))
+    return y, M.clone(), starts
+
+
+@custom_op("nanohilbert::phase_memory_backward", mutates_args=())
+def _phase_memory_backward(
+    grad: Tensor, grad_M: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, starts: Tensor, real: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v, grad_gates = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_gamma)
+    )
+    N = grad_M
+    with torch.autocast(q.device.type, enabled=False):
+        for part in reversed(_phase_groups(q)):
+            q_, k_, v_, g, E = q[:, part], k[:, part], v[:, part], grad[:, part], _decays(log_gamma[:, part])
+            M, head, tail = starts[part].transpose(0, 1), E[..., :1], E[..., -1, 1:].unsqueeze(-1)
+            added, ends = _outer(head * q_, g, real), []
+            for whole, new in zip(E[..., -1, 0].unbind(1)[::-1], added.unbind(1)[::-1]):
+                ends.append(N)  # dL/dM after this chunk
+                N = torch.addcmul(new, whole[:, None, None], N)
+            N_ = _rows(torch.stack(ends[::-1], 1), real)
+            rows_k, rows_v = _rows(k_, real), _rows(v_, real)
+            scores = _weigh(q_ @ rows_k.mT, E, real)
+            grad_scores = g @ rows_v.mT
+            through = scores * grad_scores  # E dL/dE
+            grad_scores = _weigh(grad_scores, E, real)
+            q_state, k_state = head * (g @ _rows(M, real).mT), tail * (v_ @ N_.mT)
+            grad_q[:, part] = grad_scores @ rows_k + q_state
+            grad_k[:, part] = _rows_backward(grad_scores.mT @ q_, real) + k_state
+            grad_v[:, part] = _rows_backward(scores.mT @ g, real) + tail * (k_ @ N_)
+            if not real:
+                through = through.unflatten(-1, (-1, 2)).sum(-1)
+            through = torch.cat(((q_ * q_state).sum(-1, keepdim=True), through), -1)  # from the state, from each token
+            through[..., -1, 1:] += (k_ * k_state).sum(-1)  # to the end of the chunk
+            through[..., -1, 0] += E[..., -1, 0] * (M * torch.stack(ends[::-1], 1)).sum((-2, -1))
+            # [t, j]: sum over i < j; then the sum over t >= j
+            grad_gates[:, part] = through[..., :-1].cumsum(-1).tril_().sum(-2)
+    return grad_q, grad_k, grad_v, grad_gates, N.clone()
+
+
+@_phase_memory.register_fake
+def _(q, k, v, log_gamma, M, real):
+    return v.new_empty(v.shape), M.new_empty(M.shape), M.new_empty(q.shape[1], *M.shape)
+
+
+@_phase_memory_backward.register_fake
+def _(grad, grad_M, q, k, v, log_gamma, starts, real):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, log_gamma, starts[0]))
+
+
+def _phase_memory_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
+    ctx.real = inputs[5]
+    ctx.save_for_backward(*inputs[:4], output[2])
+
+
+def _phase_memory_vjp(ctx, grad, grad_M, _):
+    q, k, v, log_gamma, starts = ctx.saved_tensors
+    grad = torch.zeros_like(v) if grad is None else grad
+    grad_M = torch.zeros_like(starts[0]) if grad_M is None else grad_M
+    return *_phase_memory_backward(grad, grad_M, q, k, v, log_gamma, starts, ctx.real), None
+
+
+_phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_setup)
+
+
+def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
+    """The O(T^2) form in which the paper trains: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
+    as phase_memory. Only y: the state is what the recurrence is for."""
+    dtype = _compute_dtype(q, k, v, log_gamma)
+    q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
+    D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
+    y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
+    if state is not None:
+        M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
+        y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
+    return y if real else y.unflatten(-1, (-1, 2))
+
+
+def phase_memory_step(q, k, v, log_gamma, S, real=False):
+    """One token of the recurrence, O(d^2) a head whatever came before. q, k, v (B, H, d, 2), log_gamma (B, H),
+    S (B, H, d, d, 2), all without the last axis if real; returns y (B, H, d, 2) and the next S."""
+    gamma = log_gamma.exp()
+    if real:
+        S = gamma[..., None, None] * S + v.unsqueeze(-1) * k.unsqueeze(-2)  # PAM eq. 6
+        return (S * q.unsqueeze(-2)).sum(-1), S  # PAM eq. 7
+    v_re, v_im = v.unsqueeze(-2).unbind(-1)  # (B, H, d, 1)
+    k_re, k_im = k.unsqueeze(-3).unbind(-1)  # (B, H, 1, d)
+    outer = torch.stack((v_re * k_re + v_im * k_im, v_im * k_re - v_re * k_im), -1)
+    S = gamma[..., None, None, None] * S + outer  # PAM eq. 6
+    (S_re, S_im), (q_re, q_im) = S.unbind(-1), q.unsqueeze(-3).unbind(-1)
+    return torch.stack(((S_re * q_re - S_im * q_im).sum(-1), (S_re * q_im + S_im * q_re).sum(-1)), -1), S  # PAM eq. 7
+
+
+def _check_phase(q, k, v, log_gamma, state, real):
+    if q.dim() != (4 if real else 5) or 0 in q.shape[2:] or (not real and q.shape[4] != 2):
+        shape = "(B, H, T, d)" if real else "(B, H, T, d, 2)"
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected {shape} with T and d > 0")
+    B, H, T, d = q.shape[:4]
+    pair = () if real else (2,)
+    given = [("k", k, (B, H, T, d, *pair)), ("v", v, (B, H, T, d, *pair)), ("log_gamma", log_gamma, (B, H, T))]
+    given += [] if state is None else [("state", state, (B, H, d, d, *pair))]
+    for name, x, shape in given:
+        _expect_shape(name, x, shape)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is")
+    for name, x in (("q", q), *((name, x) for name, x, _ in given)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}; expected a float dtype (complex numbers as real pairs)")
+
+
+def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
+    """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, y_t = S_t q_t, PAM eqs. 6-7.
+
+    Args:
+        q, k, v: (B, H, T, d, 2) complex queries, keys and values; (B, H, T, d) if real.
+        log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
+        state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
+        real: a real memory, PAM's ablation SAM: k^* is k.
+        backend: None picks; "torch" (chunks, O(T)), "dual" (the paper's O(T^2) form, no state out), "step" (one token)
+            or "reference" (complex128 loop) forces one.
+    Any float dtypes and strides. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
+
+    Returns:
+        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
+    Raises:
+        ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step".
+    """
+    _expect_one_of("backend", backend, None, "torch", "dual", "step", "reference")
+    _check_phase(q, k, v, log_gamma, state, real)
+    if backend == "reference":
+        return phase_memory_reference(q, k, v, log_gamma, state, real)
+    (B, H, T, d), pair = q.shape[:4], () if real else (2,)
+    dtype = _compute_dtype(q, k, v, log_gamma, *(() if state is None else (state,)))
+    q, k, v, log_gamma = (x.to(dtype) for x in (q, k, v, log_gamma))
+    if backend == "dual":
+        return phase_memory_dual(q, k, v, log_gamma, state, real), None
+    S = q.new_zeros(B, H, d, d, *pair) if state is None else state.to(dtype)
+    if backend == "step" or (backend is None and T == 1):
+        if T > 1:
+            raise ValueError(f"backend='step' takes one token, not {T}")
+        y, S = phase_memory_step(*(x.squeeze(2) for x in (q, k, v, log_gamma)), S, real)
+        return y.unsqueeze(2), S
+    c = min(T, PHASE_CHUNK)
+    chunks = -(-T // c)
+
+    def in_chunks(x):  # (B, H, T, ...) -> (B*H, chunks, c, ... as one axis), padded with gamma = 1 and zeros
+        x = x.flatten(3).flatten(0, 1) if x.dim() > 3 else x.flatten(0, 1).unsqueeze(-1)
+        x = F.pad(x, (0, 0, 0, chunks * c - T)) if chunks * c > T else x
+        return x.unflatten(1, (chunks, c))
+
+    M = S.transpose(2, 3).reshape(B * H, d, -1)  # (B*H, k, v), or pairs
+    y, M, _ = _phase_memory(*map(in_chunks, (q, k, v)), in_chunks(log_gamma).squeeze(-1), M, real)
+    y = y.flatten(1, 2)[:, :T].reshape(B, H, T, d, *pair)
+    return y, M.reshape(B, H, d, d, *pair).transpose(2, 3)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # python kernels.py
 
 
@@ -698,11 +956,15 @@ def check_cases():
     def born(method):
         return lambda *qkv, backend: born_attention(*qkv, method=method, backend=backend)[:1]
 
+    def phase_real(*inputs, backend):
+        return phase_memory(*inputs, real=True, backend=backend)
+
     B, T, C, E, N = 2, 257, 48, 40, 16
     decay, theta, b, h0 = -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
     A = -torch.arange(1, N + 1).double().repeat(E, 1)
     selective = rand(B, T, E), F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N)
     qkv = tuple(rand(B, 2, T, N, 2) for _ in range(3))
+    phase = *qkv, -F.softplus(rand(B, 2, T) - 2), rand(B, 2, N, N, 2)
     return [
         ("complex_scan", complex_scan, (decay, theta, b, h0)),
         ("complex_scan, unit modulus", complex_scan, (0 * decay, theta, b, h0)),
@@ -714,6 +976,8 @@ def check_cases():
         ("selective_scan", selective_scan, selective),
         ("born_attention, quadratic", born("quadratic"), qkv),
         ("born_attention, linear", born("linear"), qkv),
+        ("phase_memory", phase_memory, phase),
+        ("phase_memory, real", phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
     ]
 
 

@@ -23,9 +23,11 @@ import torch
 
 import hmamba
 import htransformer
+import pam
 from data import InputError, Parser, command_line, explain, replace_file
 
-MODELS = hmamba.MODELS | htransformer.MODELS
+MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
+PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
 FORMAT = "nanohilbert-1"  # of checkpoints
 PLAIN = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")  # of its pickle
 TINY = 1e-30  # float32 holds it, its inverse, and scores divided by it
@@ -64,6 +66,18 @@ def configure(spec, config):
         return replace(config, **values)
     except ValueError as e:
         raise InputError(f"{name}: {e}") from None
+
+
+def params_table(spec, size, seq):
+    """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1). The vocabulary is that of
+    bytes, or GPT-2's at the sizes of PAM's sweep."""
+    model_class, config = parse_spec(spec, size, 50257 if size in PAM_SIZES else 256)
+    with torch.device("meta"):
+        model = model_class(config)
+    lines = [f"{spec} {size}: {model.config}"]
+    lines += [f"  {name:20}{count:>14,}" for name, count in model.num_params().items()]
+    lines += [f"  {'flops a token':20}{model.flops_per_token(seq):>14,.0f}  forward and backward, seq {seq}"]
+    return "\n".join(lines)
 
 
 def pick_device(name):
@@ -237,6 +251,15 @@ def decode(tokens):
     for token in tokens:
         yield printable(decoder.decode(bytes([token])))
     yield printable(decoder.decode(b"", final=True))
+
+
+def text(model, length, temperature, top_k, top_p, repetition_penalty):
+    """`length` bytes that continue a line break, as text; the model is left in the mode it was in."""
+    mode = model.training
+    tokens = generate(model.eval(), list(b"\n"), length, temperature, top_k, top_p, repetition_penalty)
+    written = "".join(decode(tokens))
+    model.train(mode)
+    return written
 
 
 def printable(text):

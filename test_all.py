@@ -39,6 +39,7 @@ import data
 import hmamba
 import htransformer
 import kernels
+import pam
 import report
 import sample
 import tasks
@@ -523,12 +524,205 @@ def test_born_attention_refuses_what_does_not_fit(change, message):
         kernels.born_attention(**good | change)
 
 
+def phase_inputs(B, H, T, d, real=False):
+    pair = () if real else (2,)
+    q, k, v = (randn(B, H, T, d, *pair, seed=s) for s in range(3))
+    return q, k, v, -torch.nn.functional.softplus(randn(B, H, T, seed=3) - 2), randn(B, H, d, d, *pair, seed=4)
+
+
+def phase(form, real=False):
+    """phase_memory(...) -> (y, S) for `errors`: in "chunks", by "steps", or in "pieces" with the state between."""
+
+    def function(q, k, v, log_gamma, state, backend=None):
+        if backend == "reference" or form == "chunks":
+            return kernels.phase_memory(q, k, v, log_gamma, state, real, backend)
+        ys, cut = [], 1 if form == "steps" else 37
+        for part in torch.arange(q.shape[2]).split(cut):
+            y, state = kernels.phase_memory(*(x[:, :, part] for x in (q, k, v, log_gamma)), state, real)
+            ys.append(y)
+        return torch.cat(ys, 2), state
+
+    return function
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
+@pytest.mark.parametrize("form", ["chunks", "pieces", "steps"])
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("d", [1, 5, 16])
+def test_phase_memory_equals_reference(form, T, d, real):
+    """Value, gradients and final state, all with an initial state."""
+    T = min(T, 257) if form == "steps" else T
+    for strided in (False, True):
+        assert errors(phase(form, real), phase_inputs(2, 2, T, d, real), torch.float32, strided) < 2e-5
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
+@pytest.mark.parametrize("T", [1, 7, 130])
+def test_dual_form_equals_reference(T, real):
+    """The paper's O(T^2) form, forward and backward."""
+    inputs = phase_inputs(2, 2, T, 6, real)
+
+    def dual(*x, backend=None):
+        return (kernels.phase_memory(*x, real=real, backend=backend or "dual")[0],)
+
+    assert errors(dual, inputs, torch.float32) < 5e-6
+    q, k, v, log_gamma, _ = inputs
+    y, S = kernels.phase_memory(q, k, v, log_gamma, real=real, backend="dual")
+    assert S is None
+    torch.testing.assert_close(y, kernels.phase_memory_reference(q, k, v, log_gamma, real=real)[0])
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
+def test_phase_memory_at_extreme_gates(real):
+    """gamma from exactly 1 over 1/2 to 0, also in turns: beside a gate near 0 those near 1 keep all their digits."""
+    q, k, v, _, S = phase_inputs(1, 2, 200, 4, real)
+    for value in (0.0, -1e-9, -0.7, -20.0, -200.0, -1e5):
+        gates = torch.full((1, 2, 200), value, dtype=torch.float64)
+        assert errors(phase("chunks", real), (q, k, v, gates, S), torch.float32) < 1e-5
+        turns = torch.where(torch.arange(200) % 3 == 0, gates, -1e-3)
+        assert errors(phase("chunks", real), (q, k, v, turns, S), torch.float32) < 1e-5
+    closed = torch.where(torch.arange(200) == 90, -torch.inf, -0.1).expand(1, 2, 200)
+    leaves = [x.float().requires_grad_() for x in (q, k, v, closed, S)]
+    y, end = kernels.phase_memory(*leaves, real=real)
+    grads = torch.autograd.grad(y[:, :, 90:].sum() + end.sum(), leaves)
+    assert all(x.isfinite().all() for x in (y, end, *grads))
+    assert all((x[:, :, :90] == 0).all() for x in grads[:4])  # what was forgotten has no influence
+    assert (grads[4] == 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+def test_phase_memory_computes_in_float32(dtype, tolerance):
+    inputs = phase_inputs(1, 2, 300, 7)
+    assert errors(phase("chunks"), inputs, dtype, strided=True) < tolerance
+    y, S = kernels.phase_memory(*(x.to(dtype) for x in inputs))
+    assert y.dtype == S.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = kernels.phase_memory(*(x.float() for x in inputs))
+    for x, y in zip(mixed, kernels.phase_memory(*(x.float() for x in inputs))):
+        assert torch.equal(x, y)
+
+
+def test_phase_gradients_are_the_derivatives():
+    for real in (False, True):
+        for form in ("chunks", "steps"):
+            leaves = [x.requires_grad_() for x in phase_inputs(1, 1, 7, 2, real)]
+            assert torch.autograd.gradcheck(phase(form, real), leaves)
+        leaves = [x.requires_grad_() for x in phase_inputs(1, 1, 130, 2, real)]
+        assert torch.autograd.gradcheck(phase("chunks", real), leaves, fast_mode=True)
+
+
+def test_phase_memory_of_one_output_alone():
+    for i in (0, 1):
+        inputs = [x.requires_grad_() for x in phase_inputs(1, 2, 70, 3)]
+        found = torch.autograd.grad(kernels.phase_memory(*inputs)[i].sum(), inputs, allow_unused=True)
+        expected = torch.autograd.grad(kernels.phase_memory_reference(*inputs)[i].sum(), inputs, allow_unused=True)
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
+
+
+def test_phase_memory_is_deterministic_and_keeps_its_inputs():
+    torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
+    try:
+        for real in (False, True):
+            runs = []
+            for _ in range(2):
+                leaves = [x.float().requires_grad_() for x in phase_inputs(1, 2, 200, 5, real)]
+                before = [x.detach().clone() for x in leaves]
+                outputs = kernels.phase_memory(*leaves, real=real)
+                runs.append([*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves)])
+                assert all(torch.equal(x, y) for x, y in zip(leaves, before))
+            assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*runs))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_phase_memory_compiles():
+    for real in (False, True):
+        leaves = [x.float().requires_grad_() for x in phase_inputs(1, 2, 100, 4, real)]
+
+        def function(*x, real=real):
+            return kernels.phase_memory(*x, real=real)
+
+        outputs = function(*leaves), torch.compile(function, backend="aot_eager", fullgraph=True)(*leaves)
+        grads = [torch.autograd.grad(sum(x.sum() for x in out), leaves) for out in outputs]
+        for x, y in zip((*outputs[0], *grads[0]), (*outputs[1], *grads[1])):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 2, 5, 3)}, "q has shape (1, 2, 5, 3); expected (B, H, T, d, 2)"),
+        ({"q": torch.zeros(1, 2, 0, 3, 2)}, "with T and d > 0"),
+        ({"real": True}, "expected (B, H, T, d) with"),
+        ({"k": torch.zeros(1, 2, 4, 3, 2)}, "k has shape (1, 2, 4, 3, 2); expected (1, 2, 5, 3, 2)"),
+        ({"v": torch.zeros(1, 2, 5, 4, 2)}, "v has shape"),
+        ({"log_gamma": torch.zeros(1, 2, 5, 1)}, "log_gamma has shape"),
+        ({"state": torch.zeros(1, 2, 3, 3)}, "state has shape"),
+        ({"k": torch.zeros(1, 2, 5, 3, 2, device="meta")}, "k is on meta; expected cpu"),
+        ({"v": torch.zeros(1, 2, 5, 3, 2).int()}, "v is torch.int32; expected a float dtype"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'"),
+        ({"backend": "step"}, "backend='step' takes one token, not 5"),
+    ],
+)
+def test_phase_memory_refuses_what_does_not_fit(change, message):
+    good = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"} | {"log_gamma": torch.zeros(1, 2, 5)}
+    kernels.phase_memory(**good)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.phase_memory(**good | change)
+
+
+def unitary_columns(d, seed=0):
+    """d orthonormal complex vectors, (d, d): one a row."""
+    return torch.linalg.qr(torch.complex(randn(d, d, seed=seed), randn(d, d, seed=seed + 1)))[0].mT.contiguous()
+
+
+def test_retrieval_with_orthogonal_keys_is_lossless():
+    """PAM, after eq. 7: S q = V_j exactly when K_j^* . q = 1 and all other keys are orthogonal; up to d pairs."""
+    d = 16
+    keys, values = unitary_columns(d), torch.complex(randn(d, d, seed=5), randn(d, d, seed=6))
+    k, v = (torch.view_as_real(x).view(1, 1, d, d, 2) for x in (keys, values))
+    _, S = kernels.phase_memory(torch.zeros_like(k), k, v, torch.zeros(1, 1, d).double())
+    for j in range(d):
+        zero = torch.zeros(1, 1, 1, d, 2).double()
+        y, _ = kernels.phase_memory(k[:, :, j : j + 1], zero, zero, torch.zeros(1, 1, 1).double(), S)
+        torch.testing.assert_close(y[0, 0, 0], v[0, 0, j], atol=1e-12, rtol=0)
+    # One pair more has no orthogonal key left, and what it adds is retrieved with the others.
+    _, crowded = kernels.phase_memory(zero, k[:, :, :1] + k[:, :, 1:2], v[:, :, 2:3], torch.zeros(1, 1, 1).double(), S)
+    y, _ = kernels.phase_memory(k[:, :, :1], zero, zero, torch.zeros(1, 1, 1).double(), crowded)
+    assert (y[0, 0, 0] - v[0, 0, 0]).abs().max() > 0.1
+    # A turn of the key by a phase turns what is retrieved: the product with k^* is complex, not its real part.
+    turned = torch.view_as_real(torch.view_as_complex(k[:, :, :1].contiguous()) * 1j)
+    y, _ = kernels.phase_memory(turned, zero, zero, torch.zeros(1, 1, 1).double(), S)
+    torch.testing.assert_close(torch.view_as_complex(y[0, 0, 0]), 1j * values[0])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
+def test_phase_memory_is_linear_in_time():
+    """Peak memory of forward and backward: some copies of the inputs, no (T, T) scores and no state for every token."""
+    code = """
+import resource, sys, torch, kernels
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+def run(T):
+    leaves = [torch.randn(1, 4, T, 16, 2, requires_grad=True) for _ in range(3)]
+    kernels.phase_memory(*leaves, -torch.rand(1, 4, T, requires_grad=True))[0].sum().backward()
+run(64)
+before = peak(); run(8192); print(peak() - before)
+"""
+    fixed = ENV | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives every freed tensor back at once
+    added = float(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=fixed))
+    assert added < 120  # MB; an input is 4, the scores would be 2048, a state a token 67
+
+
 def test_self_check_fails_where_a_kernel_is_off(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         kernels.main()
     assert not stop.value.code
     out = capsys.readouterr().out
-    assert out.count("e-0") >= 12
+    assert out.count("e-0") >= 16
     assert "FAILED" not in out
 
     def off(x, backend):
@@ -629,7 +823,8 @@ VARIANTS = [  # every model, and every setting that changes what it computes
     "hmamba", "hmamba:field=real", "hmamba:gate=none", "hmamba:scan=clamped", "hmamba:head=mos", "hmamba:head=born",
     "hmamba:field=real:gate=none", "hmamba:N=5:H=3", "mamba", "mamba:init=xavier", "mamba:mlp=0", "mamba:head=mos", "mamba:N=3",
     "htransformer", "htransformer:field=real", "htransformer:score=softmax", "htransformer:field=real:score=softmax",
-    "htransformer:N=5:H=3", "transformer",
+    "htransformer:N=5:H=3", "transformer", "pam", "pam:order=sequential", "pam:qk=unit", "pam:d=5:H=3",
+    "sam", "sam:order=sequential", "sam:width=50:heads=3",
 ]  # fmt: skip
 GROWING = ("htransformer:score=softmax", "htransformer:field=real:score=softmax", "transformer")  # a cache as state
 
@@ -680,7 +875,7 @@ def test_step_and_chunked_prefill_equal_the_full_pass(spec):
         assert sizes[291] > sizes[163]
     else:
         assert sizes[291] == sizes[163]  # O(1) memory; Born attention's newest tokens come and go in chunks of 64
-    if "hmamba" in spec or "mamba" in spec:
+    if spec.split(":")[0] in ("hmamba", "mamba", "pam", "sam"):
         for x, y in zip(tensors(state), tensors(end), strict=True):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
 
@@ -970,7 +1165,7 @@ def test_mamba_is_the_published_one():
         assert parameters[name].grad.norm().item() == pytest.approx(expected, rel=1e-5), name
 
 
-@pytest.mark.parametrize("spec", ["hmamba", "hmamba:field=real", "mamba", "htransformer", "transformer"])
+@pytest.mark.parametrize("spec", ["hmamba", "hmamba:field=real", "mamba", "htransformer", "transformer", "pam", "sam"])
 def test_autocast_keeps_gates_in_float32(spec, monkeypatch):
     """bf16 autocast: gates and angles are float32 functions of the (rounded) logits, and training stays finite."""
     calls, model, idx = capture_scan(monkeypatch), make(spec, L=2), text_batch(2, 65)
@@ -1007,7 +1202,19 @@ def test_a_slow_gate_survives_a_thousand_steps(autocast):
     torch.testing.assert_close(psi.norm(dim=-1), torch.full((1, 64), 0.0792), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "hmamba",
+        "mamba",
+        "htransformer",
+        "htransformer:score=softmax",
+        "transformer",
+        "pam",
+        "pam:order=sequential",
+        "sam",
+    ],
+)
 def test_checkpointing_and_compile_change_nothing(spec):
     model, idx = make(spec, L=2), text_batch(2, 65)
 
@@ -1018,7 +1225,7 @@ def test_checkpointing_and_compile_change_nothing(spec):
         return [logits, *(p.grad.clone() for p in model.parameters())]
 
     plain, passes = run(), []
-    counter = model.layers[0].norm.register_forward_hook(lambda *_: passes.append(1))
+    counter = next(model.layers[0].children()).register_forward_hook(lambda *_: passes.append(1))
     model.checkpointing = True
     assert all(torch.equal(x, y) for x, y in zip(plain, run()))
     assert len(passes) == 2  # once forward, once more in the backward
@@ -1074,6 +1281,11 @@ def test_flops():
         ("htransformer:score=cosine", "score=cosine is unknown; known: born, softmax"),
         ("htransformer:H=0", "H=0 must be at least 1"),
         ("transformer:head=48", "head=48 must be even and divide D=128"),
+        ("pam:order=random", "order=random is unknown; known: interleaved, sequential"),
+        ("pam:qk=norm", "qk=norm is unknown; known: free, unit"),
+        ("pam:heads=4", "no setting 'heads=4'; known: D=, L=, H=, d=, order=, qk="),
+        ("sam:d=5", "d=5 must be even"),
+        ("sam:width=0", "width=0 must be at least 1"),
     ],
 )
 def test_specs_refused(spec, message):
@@ -1185,7 +1397,7 @@ def test_attention_sees_float32_angles_under_autocast(monkeypatch):
 
 @torch.no_grad()
 def test_generation_under_autocast_outlives_a_chunk():
-    for spec in ("htransformer", "htransformer:score=softmax", "transformer", "hmamba", "mamba"):
+    for spec in ("htransformer", "htransformer:score=softmax", "transformer", "hmamba", "mamba", "pam", "sam"):
         model = make(spec, L=1).eval()
         with torch.autocast("cpu", torch.bfloat16):
             tokens = list(sample.generate(model, list(range(70)), 70))
@@ -1203,6 +1415,221 @@ def test_training_step_keeps_no_keys(monkeypatch):
     assert S.shape == (1, 4, 256, 33)
     assert k.shape == v.shape == (1, 4, 200 % 64, 16, 2)
     assert k.untyped_storage().nbytes() == k.numel() * 4  # not a view that keeps the rest
+
+
+# ---- PAM and SAM ----
+
+
+def test_pam_sizes_are_those_of_table_1():
+    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size."""
+    for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
+        with torch.device("meta"):
+            models = [make(name, size, V=50257) for name in ("pam", "sam")]
+        total, twin = (model.num_params()["total"] for model in models)
+        assert total == sum(p.numel() for p in models[0].parameters())
+        assert total == pytest.approx(1e6 * millions, rel=0.01), size
+        assert twin == pytest.approx(total, rel=0.005), size
+        states = [[sum(x.numel() for x in tensors(layer)) for layer in model.init_state(1)] for model in models]
+        assert states[0] == states[1]
+        if size == "100m":
+            assert set(states[0]) == {49_152}  # PAM IV.3: floats a layer, whatever T
+    # 10M by hand: the paper's SAM has D = 140 with 8 heads, 1.1 % above PAM; the nearest is one less.
+    c = pam.PAM.SIZES["10m"]
+    hand = 2 * 50257 * c.D + c.D + c.L * (18 * c.D**2 + 8 * c.D * c.H * c.d + 3 * c.D * c.H + 2 * c.H + 5 * c.D + 2)
+    with torch.device("meta"):
+        assert make("pam", "10m", V=50257).num_params()["total"] == hand
+    assert pam.matched_width(dataclasses.replace(pam.SAM.SIZES["10m"], V=50257)) == 139
+    config = pam.SAM.SIZES["tiny"]
+    counts = [count(f"sam:width={pam.matched_width(config) + step}", "tiny")["total"] for step in (-1, 0, 1)]
+    gaps = [abs(n - count("pam", "tiny")["total"]) for n in counts]
+    assert gaps[1] == min(gaps)
+    assert count("pam:order=sequential", "tiny")["total"] == count("pam", "tiny")["total"] == 982_940
+
+
+def test_pam_flops():
+    """A complex map of n x m costs 4nm multiplications on 2nm numbers; the tied head is a real map of 2D."""
+    with torch.device("meta"):
+        model = make("pam", "100m", V=50257)
+        twin = make("sam", "100m", V=50257)
+    D, V, Hd = 384, 50257, 384
+    maps = 16 * (4 * 9 * D**2 + 4 * 4 * D * Hd + 3 * D * 6)
+    assert model.flops_per_token(512) == 6 * (maps + 2 * D * V) + 3 * 16 * 6 * 64**2 * 18
+    w = twin.config.width
+    assert twin.config.heads == 12
+    maps = 16 * (9 * w**2 + 4 * w * 12 * 64 + 2 * w * 12)
+    assert twin.flops_per_token(512) == 6 * (maps + w * V) + 3 * 16 * 12 * 64**2 * 5
+
+
+@torch.no_grad()
+def test_complex_primitives():
+    """Against complex128; all but ModReLU also where z = 0."""
+    z = randn(3, 7, 2)
+    z_c = torch.view_as_complex(z)
+    linear = pam.ComplexLinear(7, 5).double()
+    W = torch.complex(linear.weight_r, linear.weight_i)
+    torch.testing.assert_close(torch.view_as_complex(linear(z).contiguous()), z_c @ W.T)
+    act = pam.ModReLU(7)
+    act.bias.copy_(torch.linspace(-2, 1, 7))
+    expected = torch.relu(z_c.abs() + act.bias) * z_c / z_c.abs()
+    torch.testing.assert_close(torch.view_as_complex(act(z)), expected, atol=1e-6, rtol=1e-5)
+    norm = pam.ComplexNorm(7)
+    norm.weight.copy_(torch.linspace(0.5, 2, 7))
+    out = torch.view_as_complex(norm(z)).to(torch.complex128)
+    rms = z_c.abs().square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(out, norm.weight * z_c / rms, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.angle(), z_c.angle(), atol=1e-6, rtol=0)
+    assert (norm(torch.zeros(2, 7, 2)) == 0).all()
+    with torch.enable_grad():
+        for module in (pam.ComplexNorm(7), pam.ModReLU(7), pam.CGU(7)):
+            zero = torch.zeros(1, 2, 7, 2, requires_grad=True)
+            (gradient,) = torch.autograd.grad(module(zero).sum(), zero)
+            assert gradient.isfinite().all()
+    turned = torch.view_as_complex(pam.rope(randn(1, 1, 4, 6, 2), 3))
+    angle = torch.arange(3, 7).double().unsqueeze(-1) * 10000.0 ** (-torch.arange(6).double() / 6)
+    torch.testing.assert_close(
+        turned, torch.view_as_complex(randn(1, 1, 4, 6, 2)) * torch.exp(1j * angle), atol=1e-6, rtol=1e-5
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["pam", "pam:order=sequential", "pam:qk=unit", "sam"])
+def test_pam_is_what_the_paper_writes(spec):
+    """The whole model again in complex128 (SAM in float64) from eqs. 1-7, with the decay as eq. 5 prints it."""
+    model, T = make(spec, L=2).double(), 20
+    c, real = model.config, model.real
+    H, D = (c.heads, c.width) if real else (c.H, c.D)
+    for name, p in model.named_parameters():
+        if "bias" in name or "alpha" in name or "norm" in name:
+            p.add_(0.3 * torch.sin(torch.arange(p.numel()).double()).view(p.shape))  # away from their start
+    idx = text_batch(2, T)
+
+    def lift(z):
+        return z if real else torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous())
+
+    def W(proj):
+        return proj.weight if real else torch.complex(proj.weight_r, proj.weight_i)
+
+    def norm(z, scale):
+        return scale * z / (z.abs().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    z = lift(model.embedding(idx))
+    for layer in model.layers:
+        if layer.mixes:  # eqs. 1-2
+            x, cgu = norm(z, layer.cgu_norm.weight), layer.cgu
+            g, u = x @ W(cgu.gate_proj).T, x @ W(cgu.up_proj).T
+            if real:
+                mixed = torch.relu(u) * g.sigmoid()
+            else:
+                mixed = (g / g.abs()) * (torch.relu(u.abs() + cgu.act.bias) * u / u.abs()) * g.abs().sigmoid()
+            z = z + layer.alpha_cgu * (mixed @ W(cgu.down_proj).T)
+        if layer.remembers:  # eqs. 3-7
+            x, m = norm(z, layer.pam_norm.weight), layer.pam
+            q, k, v = (x @ W(m.qkv_proj).T).view(2, T, 3, H, c.d).permute(2, 0, 3, 1, 4)
+            flat = x if real else torch.cat((x.real, x.imag), -1)
+            decay = torch.exp(-torch.nn.functional.softplus(flat @ m.dt_proj.weight.T + m.dt_proj.bias))
+            p = (x.abs() @ m.protect_proj.weight.T + m.protect_proj.bias).sigmoid()
+            gamma = (decay * (1 - p) + p).transpose(1, 2)  # eq. 5
+            if spec == "pam:qk=unit":
+                q, k = q / q.abs(), k / k.abs()
+            if spec != "pam:order=sequential":
+                n = c.d // 2 if real else c.d
+                turn = torch.exp(1j * torch.arange(T).view(T, 1) * 10000.0 ** (-torch.arange(n).double() / n))
+                if real:
+                    q, k = (
+                        torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(
+                            -2
+                        )
+                        for y in (q, k)
+                    )
+                else:
+                    q, k = q * turn, k * turn
+            v, S, ys = v * (1 - p).transpose(1, 2).unsqueeze(-1), 0, []
+            for t in range(T):
+                S = gamma[:, :, t, None, None] * S + v[:, :, t, :, None] * k[:, :, t, None].conj()  # eq. 6
+                ys.append(S @ (q[:, :, t] / c.d**0.5).unsqueeze(-1))  # eq. 7
+            y = torch.stack(ys, 2).squeeze(-1).transpose(1, 2).reshape(2, T, H * c.d)
+            z = z + layer.alpha_pam * (y @ W(m.out_proj).T)
+    out, E = norm(z, model.norm_f.weight), lift(model.embedding.weight)
+    assert out.shape == (2, T, D)
+    expected = (out @ E.mH).real if not real else out @ E.T  # z_r E_r^T + z_i E_i^T
+    torch.testing.assert_close(model.float()(idx)[0].double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_protected_state_is_frozen():
+    """PAM eq. 5: p = 1 keeps S and lets nothing in; p = 0 leaves the decay e^-dt."""
+    for spec in ("pam", "sam"):
+        model = make(spec, L=1)
+        layer = model.layers[0].pam
+        x = randn(1, 30, *((model.config.width,) if model.real else (100, 2))).float()
+        S, _ = layer.init_state(1)
+        S = torch.randn(S.shape, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.zeros_(layer.protect_proj.weight)
+        for bias, same in ((40.0, True), (-3.0, False)):
+            layer.protect_proj.bias.fill_(bias)
+            _, (after, position) = layer(x, (S, 0))
+            assert position == 30
+            assert torch.equal(after, S) == same
+        layer.protect_proj.bias.fill_(-200.0)
+        dt = torch.nn.functional.softplus(layer.dt_proj(x if spec == "sam" else torch.cat(x.unbind(-1), -1)))
+        torch.testing.assert_close(layer.gates(x)[0], -dt)
+        layer.dt_proj.bias.fill_(500.0)  # an open, fully forgetting gate: finite, and gradients too
+        assert layer.gates(x)[0].isfinite().all()
+        assert layer.gates(x)[0].exp().max() < 2e-7
+
+
+@torch.no_grad()
+def test_decay_keeps_its_digits_near_one():
+    """1 - gamma = 1e-9 and below: log gamma is that small number, not 0 and not rounding."""
+    layer = make("pam", L=1).layers[0].pam
+    for proj in (layer.dt_proj, layer.protect_proj):
+        torch.nn.init.zeros_(proj.weight)
+    layer.dt_proj.bias.fill_(-20.0)
+    layer.protect_proj.bias.fill_(3.0)
+    log_gamma, _ = layer.gates(torch.ones(1, 1, 100, 2))
+    expected = -math.log1p(math.exp(-20)) / (1 + math.exp(3))
+    torch.testing.assert_close(log_gamma.flatten(), torch.full((4,), expected), rtol=1e-5, atol=0)
+
+
+def test_initialisation_of_pam():
+    model = make("pam", "tiny")
+    assert model.embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    for layer in model.layers:
+        assert (layer.alpha_cgu.item(), layer.alpha_pam.item()) == pytest.approx((1.0, 0.1))
+        assert (layer.cgu.act.bias == 0).all()
+        assert (layer.pam.dt_proj.bias == -4).all()
+        assert (layer.pam.protect_proj.bias == -3).all()
+        for module in layer.modules():
+            if isinstance(module, pam.ComplexLinear):
+                for weight in (module.weight_r, module.weight_i):
+                    gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
+                    torch.testing.assert_close(gram, 0.5 * torch.eye(len(gram)), atol=1e-5, rtol=0)
+    _, groups = train.make_optimizer(model, 1e-3, torch.device("cpu"))
+    assert {"layers.*.cgu.act.bias", "layers.*.alpha_pam", "layers.*.pam.dt_proj.bias"} <= set(groups["no_decay"])
+    assert {"layers.*.cgu.up_proj.weight_r", "embedding.weight"} <= set(groups["decay"])
+
+
+def test_decoherence_gap_of_equation_8():
+    """PAM eq. 8: the diagonal's entropy is log 3, the von Neumann entropy 0; mixed with 1/3 the eigenvalues are
+    (1 - 2p/3, p/3, p/3) and the gap falls from log 3 to 0."""
+    psi = torch.exp(1j * torch.arange(3).double() * math.pi / 3) / 3**0.5
+    pure = torch.outer(psi, psi.conj())
+    printed = [[0, -1, -2], [1, 0, -1], [2, 1, 0]]
+    torch.testing.assert_close(pure, torch.exp(1j * math.pi / 3 * torch.tensor(printed).double()) / 3)
+    gaps = []
+    for p in np.linspace(0, 1, 6):
+        rho = (1 - p) * pure + p * torch.eye(3) / 3
+        torch.testing.assert_close(rho.diagonal().real, torch.full((3,), 1 / 3, dtype=torch.float64))
+        eigenvalues = torch.linalg.eigvalsh(rho)
+        torch.testing.assert_close(eigenvalues, torch.tensor([p / 3, p / 3, 1 - 2 * p / 3], dtype=torch.float64))
+        diagonal, neumann = (
+            -torch.xlogy(x, x.clamp(min=0)).sum() for x in (rho.diagonal().real, eigenvalues.clamp(min=0))
+        )
+        assert diagonal.item() == pytest.approx(math.log(3))
+        gaps.append((diagonal - neumann).item())
+    assert gaps[0] == pytest.approx(math.log(3))
+    assert gaps[-1] == pytest.approx(0, abs=1e-12)
+    assert gaps == sorted(gaps, reverse=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3446,6 +3873,204 @@ def test_report_faults(program, content):
     assert err.count("\n") == 1
 
 
+# ---- PAM's protocol, metric, fits and diagnostics ----
+
+
+def test_pam_protocol():
+    """PAM table 2 at its five sizes; epochs become steps when the corpus is known."""
+    cpu = torch.device("cpu")
+    for size in sample.PAM_SIZES:
+        s = train.resolve({}, "pam", size, "1", cpu)
+        assert (s.lr, s.warmup, s.batch, s.seq, s.epochs, s.schedule) == (3e-5, 500, 8, 512, 10, "cosine")
+        assert (s.sample_every, s.steps, s.eval_every) == (5000, None, None)
+    assert (train.PAM_DECAY, train.CLIP) == (0.01, 1.0)
+    corpus = data.Corpus("x", Path("x"), np.zeros(1_000_000, np.uint8))
+    train.set_epochs(s, corpus)
+    per_epoch = (900_000 - 1) // 512 // 8
+    assert (s.steps, s.eval_every) == (10 * per_epoch, per_epoch // 4)
+    s = train.resolve({"steps": 7}, "pam", "5m", "1", cpu)
+    train.set_epochs(s, corpus)
+    assert s.steps == 7
+    s = train.resolve({"epochs": 2}, "pam", "tiny", "1", cpu)
+    train.set_epochs(s, data.Corpus("x", Path("x"), np.zeros(1_000_000, np.uint8)))
+    assert s.steps == 2 * ((900_000 - 1) // 256 // 16)
+
+
+def test_training_in_epochs(program):
+    """PAM and SAM in epochs: evaluations at and between their ends, generated texts, tables, resume bit for bit."""
+    flags = ["--model", "pam:D=8:L=1:H=1:d=4,sam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--size", "5m", "--epochs", 3,
+             "--seq", 64, "--eval_seqs", 8, "--sample_every", 50, "--lr", 1e-2, "--warmup", 10, "--batch", 32]  # fmt: skip
+    code, out, err = program(train, *flags, "--out", "both")
+    assert (code, err) == (0, "")
+    assert "| late, n = 6 |" in out
+    (run, twin) = sorted(Path("both").iterdir())
+    events = report.read_log(run)
+    assert events[0]["optimizer"] == {"betas": [0.9, 0.999], "decay": 0.01, "clip": 1.0}
+    per_epoch = data.epoch_steps(data.load("text.txt", 64), 64, 32)
+    vals = [(e["step"], e["epoch"]) for e in events if e["event"] == "val"]
+    assert {per_epoch * i for i in range(4)} <= {step for step, _ in vals}
+    assert [at for _, at in vals if at == int(at)] == [0, 1, 2, 3]
+    assert len(vals) >= 3 * 4
+    assert [e["step"] for e in events if e["event"] == "generated"] == list(range(50, 3 * per_epoch + 1, 50))
+    late = report.late_losses(events)
+    assert len(late) == 6
+    assert late[-1] == next(e["val_loss"] for e in reversed(events) if e["event"] == "val")
+    assert late[-1] < math.log(256) - 0.5  # it learns
+    single = ["--model", flags[1].split(",")[0], *flags[2:]]
+    assert program(train, *single, "--out", "cut", "--stop_at", per_epoch + 3)[0] == 0
+    assert program(train, "--resume", "cut")[0] == 0
+    x, y = (sample.read_checkpoint(path)["model"] for path in (run / "last.pt", "cut/last.pt"))
+    assert all(torch.equal(x[k], y[k]) for k in x)
+    assert report.late_losses(report.read_log("cut")) == late
+    code, out, _ = program(report, run, twin, "--scaling", "scaling.png")
+    assert code == 2  # one size gives no power law
+    code, _, err = program(report, run, "--scaling", "scaling.jpg")
+    assert (code, err) == (2, "error: --scaling scaling.jpg must end in .png\n")
+
+
+def write_epochs(folder, model, total, late):
+    """A log with three epochs whose ends and best evaluations before are `late`."""
+    folder.mkdir()
+    header = {
+        "settings": {"model": model, "size": "5m", "seeds": "1"},
+        "params": {"total": total},
+        "data": {"name": "x"},
+    }
+    events = [
+        {"event": "header", "step": 0, **header},
+        {"event": "val", "step": 0, "epoch": 0.0, "split": "val", "val_loss": 9.0},
+    ]
+    for i in range(3):
+        for at, loss in ((i + 0.5, late[2 * i]), (i + 0.75, late[2 * i] + 0.5), (i + 1.0, late[2 * i + 1])):
+            events.append({"event": "val", "step": int(100 * at), "epoch": at, "split": "val", "val_loss": loss})
+    (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return report.read_log(folder)
+
+
+def test_late_metric(tmp_path):
+    """PAM section III: the end-of-epoch and best mid-epoch evaluations of the last three epochs, sigma / (y ln 10)."""
+    late = [5.0, 4.0, 3.5, 3.0, 2.8, 2.6]
+    events = write_epochs(tmp_path / "a", "pam", 10**6, late)
+    assert report.late_losses(events) == late
+    mean, sigma, sigma_log = report.late_metric(late)
+    assert mean == pytest.approx(np.mean(late))
+    assert sigma == pytest.approx(np.std(late, ddof=1))
+    assert sigma_log == pytest.approx(sigma / (mean * math.log(10)))
+    assert report.late_metric([3.0]) == (3.0, 0.0, 0.0)
+    earlier = [{"event": "val", "epoch": 0.4, "val_loss": 1.0}]  # of an epoch long past
+    later = [{"event": "val", "epoch": float(e), "val_loss": 10.0 + e} for e in range(1, 6)]
+    assert report.late_losses(earlier + later) == [13.0, 14.0, 15.0]
+    with pytest.raises(data.InputError, match="not trained in epochs"):
+        report.late_losses([{"event": "val", "val_loss": 1.0}])
+    table = report.epochs_table([events])
+    assert "| pam | 5m | 1 | 3 | 2.6000 | 2.8000 | 13.46 |" in table
+
+
+def test_power_laws_and_their_crossing(program, tmp_path):
+    sizes = [1e6, 3e6, 1e7, 1e8]
+    a, b, covariance = report.power_law(sizes, [50 * n**-0.15 for n in sizes])
+    assert (10**a, b) == pytest.approx((50, -0.15))
+    assert abs(covariance).max() < 1e-20
+    noisy = np.array([50 * n**-0.15 for n in sizes]) * [1.02, 0.97, 1.01, 1.0]
+    slope, error = report.power_law(sizes, noisy)[1], report.power_law(sizes, noisy)[2][1, 1] ** 0.5
+    fit, cov = np.polyfit(np.log10(sizes), np.log10(noisy), 1, cov="unscaled")
+    residual = np.log10(noisy) - np.polyval(fit, np.log10(sizes))
+    assert (slope, error) == pytest.approx((fit[0], (cov[0, 0] * (residual**2).sum() / 2) ** 0.5))
+    with pytest.raises(data.InputError, match="two sizes"):
+        report.power_law([5, 5], [1, 2])
+    n, y = report.crossing((3.0, -0.5), (2.0, -0.25))
+    assert (n, y) == pytest.approx((1e4, 10))
+    assert report.crossing((3.0, -0.5), (2.0, -0.5)) is None
+    # The losses that the paper prints for the ends of its sweep have about its slopes.
+    ends = {name: report.power_law([4.98e6, 99.9e6], ys) for name, ys in (("pam", (5.56, 3.56)), ("sam", (4.78, 3.26)))}
+    assert ends["pam"][1] == pytest.approx(-0.15, abs=0.005)
+    assert ends["sam"][1] == pytest.approx(-0.12, abs=0.01)
+    runs = []
+    for name, factor, exponent in (("pam", 12, -0.15), ("sam", 8, -0.12)):
+        for total in (10**5, 10**6, 10**7):
+            loss = factor * total**exponent
+            write_epochs(tmp_path / f"{name}{total}", name, total, [loss + 0.01, loss] * 3)
+            runs.append(f"{name}{total}")
+    code, out, err = program(report, *runs, "--scaling", "scaling.png")
+    assert (code, err) == (0, "")
+    assert re.search(r"\| loss \| pam \| 3 \| 3 \| -0\.1[45]\d \+- 0\.\d+ \| -0\.15 \|", out)
+    assert Path("scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_effective_rank():
+    assert report.effective_rank(torch.eye(8)).item() == pytest.approx(8)
+    assert report.effective_rank(torch.outer(torch.ones(5), torch.ones(5))).item() == pytest.approx(1, abs=1e-4)
+    assert report.effective_rank(torch.zeros(2, 4, 4)).tolist() == [0, 0]
+    two = torch.diag(torch.tensor([1.0, 1.0, 0.0])).to(torch.complex64) * 1j
+    assert report.effective_rank(two).item() == pytest.approx(2)
+
+
+def test_rank_of_the_memory_from_a_checkpoint(program):
+    for name in ("pam", "sam"):
+        flags = ["--model", f"{name}:D=8:L=2:H=1:d=4", "--steps", 2, "--out", name]
+        assert program(train, *SMALL[2:], *flags)[0] == 0
+        ranks = report.state_ranks(name, text_batch(2, 12))
+        assert ranks.shape == (12, 2, 1 if name == "pam" else 2)
+        torch.testing.assert_close(ranks[0], torch.ones_like(ranks[0]))  # one pair stored
+        assert 1 < ranks[-1].min() < ranks[-1].max() <= 4
+        report.plot_ranks(ranks, 4, f"{name}.png")
+        assert Path(f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert program(train, *SMALL, "--steps", 2, "--out", "other")[0] == 0
+    with pytest.raises(data.InputError, match="no PAM or SAM"):
+        report.state_ranks("other", text_batch(1, 3))
+
+
+def test_repetition():
+    """3-grams of abcabcd: abc bca cab abc bcd, one of the five occurred before."""
+    found = report.repetition(list("abcabcd"))
+    assert found == {"3-gram": pytest.approx(0.2), "4-gram": 0.0, "unique": pytest.approx(4 / 7)}
+    assert report.repetition([1] * 10) == {"3-gram": 1 - 1 / 8, "4-gram": 1 - 1 / 7, "unique": 0.1}
+    assert report.repetition([]) == {"3-gram": 0.0, "4-gram": 0.0, "unique": 0.0}
+
+
+def test_phase_coherence(tmp_path):
+    z = randn(4, 6, 2)
+    turned = torch.view_as_real(torch.view_as_complex(z[:1]) * torch.exp(torch.tensor(0.7j)) * 3)
+    coherence, phase = report.phase_coherence(torch.cat((z, turned)), torch.tensor([[0, 4], [0, 0], [1, 2]]))
+    assert coherence[:2].tolist() == pytest.approx([1, 1])
+    assert phase[:2].tolist() == pytest.approx([0.7, 0], abs=1e-6)
+    assert coherence[2] < 1
+    report.plot_coherence({"all": (coherence, phase)}, tmp_path / "phase.png")
+    assert (tmp_path / "phase.png").read_bytes().startswith(b"\x89PNG")
+    mean, low, high = report.bootstrap_interval(randn(200).numpy())
+    assert low < mean < high
+    assert high - low == pytest.approx(2 * 1.96 / 200**0.5, rel=0.2)
+
+
+WORDNET = {
+    "adj": """  1 the licence
+00001740 00 a 02 hot 0 warm(p) 0 002 ! 00002098 a 0101 + 05200169 n 0101 | of high temperature
+00002098 00 s 02 cold(a) 0 ice_cold 0 002 ! 00001740 a 0101 ! 00001740 a 0202 | of low temperature
+""",
+    "noun": "00001740 03 n 0a a 0 b 0 c 0 d 0 e 0 f 0 g 0 h 0 i 0 j 0 000 | ten words: their number is hexadecimal\n",
+    "verb": "00001740 29 v 02 rise 0 fall 0 001 ! 00001740 v 0102 01 + 02 00 | both synonym and antonym\n",
+    "adv": "00001740 02 r 01 well 0 000 | alone\n",
+}
+
+
+def test_wordnet_pairs(tmp_path):
+    for name, text in WORDNET.items():
+        (tmp_path / f"data.{name}").write_text(text, encoding="latin-1")
+    synonyms, antonyms = report.wordnet_pairs(tmp_path)
+    assert antonyms == {("cold", "hot"), ("ice cold", "warm")}
+    assert len(synonyms) == 45 + 2
+    assert {("a", "j"), ("hot", "warm"), ("cold", "ice cold")} <= synonyms
+    for damage, message in (
+        ("not WordNet\n", "is not a data file of WordNet: 'not WordNet'"),
+        (None, "cannot read WordNet's"),
+    ):
+        path = tmp_path / "data.adv"
+        path.write_text(damage) if damage else path.unlink()
+        with pytest.raises(data.InputError, match=message) as error:
+            report.wordnet_pairs(tmp_path)
+        assert str(path) in str(error.value)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # CSP and its baselines
 
@@ -3908,6 +4533,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODULES = {
     m.__name__: m
     for m in (bench, csp, data, hmamba, htransformer, kernels, report, sample, tasks, train, sys.modules[__name__])
+    for m in (bench, data, hmamba, htransformer, kernels, pam, report, sample, train, sys.modules[__name__])
 }
 
 

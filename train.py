@@ -54,7 +54,13 @@ PROTOCOLS = {
              "schedule": "cosine", "dtype": "bfloat16", "checkpointing": True,
              "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4; D: 20 x 256
 }  # fmt: skip
+# PAM table 2: epochs in place of steps, each evaluated at its end and some three times before.
+PAM_PROTOCOL = {"epochs": 10, "batch": 8, "micro": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0, "warmup": 500,
+                "schedule": "cosine", "dtype": "float32", "checkpointing": False, "eval_seqs": 512, "ckpt_every": 1000,
+                "sample_every": 5000}  # fmt: skip
+PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM_PROTOCOL)
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
+PAM_BETAS, PAM_DECAY = (0.9, 0.999), 0.01  # PAM table 2; its betas are not given, these are AdamW's own
 PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
 PEAK_FLOPS = {  # dense bf16, by the device's full name
     "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
@@ -76,9 +82,12 @@ class Settings:
 
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
-    size: str = flag(None, "size, or a list: tiny, small, 253m (default: tiny; 253m for the paper's corpora on CUDA)")
+    size: str = flag(
+        None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; 253m for QS's corpora on CUDA)"
+    )
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
+    epochs: int = flag(None, "passes over the training data, if --steps is not given (default: by size)", int)
     stop_at: int = flag(None, "stop after this step, the schedule unchanged; --resume goes on", int)
     batch: int = flag(None, "sequences a step, over all devices", int)
     micro: int = flag(None, "sequences that a device takes at once; changes memory and speed, not the result", int)
@@ -95,6 +104,7 @@ class Settings:
     eval_seqs: int = flag(None, "fixed windows of a validation during training; the last takes the whole split", int)
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
+    sample_every: int = flag(None, "steps between generated texts in the log (default: none; 5m to 100m: 5000)", int)
     out: str = flag(None, "run folder, which must not exist; for several runs, what holds theirs (default runs/)")
     resume: str = flag(None, "go on with this run folder or checkpoint; if --out names it too, begin it if need be")
     eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
@@ -129,6 +139,8 @@ def resolve(given, model, size, seed, device):
     protocol = dict(PROTOCOLS[size])
     if size == "253m":
         protocol["steps"] = PAPER_STEPS.get(s.data, protocol["steps"])
+    if "epochs" in given and "steps" not in given:
+        protocol |= {"steps": None, "eval_every": None}
     for key, value in protocol.items():
         if getattr(s, key) is None:
             setattr(s, key, value)
@@ -141,18 +153,27 @@ def resolve(given, model, size, seed, device):
 
 def check(s):
     """The settings of one run, if they are possible. Raises InputError."""
-    for key in ("steps", "batch", "micro", "seq", "eval_every", "eval_seqs", "log_every", "ckpt_every", "stop_at"):
+    for key in ("steps", "epochs", "batch", "micro", "seq", "eval_every", "eval_seqs", "log_every", "ckpt_every",
+                "sample_every", "stop_at"):  # fmt: skip
         if getattr(s, key) is not None and getattr(s, key) < 1:
             raise InputError(f"--{key} {getattr(s, key)} must be at least 1")
     if not (s.seeds.isascii() and s.seeds.isdecimal()) or int(s.seeds) >= 2**32:
         raise InputError(f"--seeds {s.seeds!r} must be whole numbers from 0 to 2^32 - 1")
     if not (0 < s.lr < math.inf and 0 <= s.min_lr <= s.lr and 0 <= s.warmup < math.inf):
         raise InputError(f"impossible schedule: --lr {s.lr} --min_lr {s.min_lr} --warmup {s.warmup}")
-    if s.stop_at and s.stop_at > s.steps:
+    if s.stop_at and s.steps and s.stop_at > s.steps:
         raise InputError(f"--stop_at {s.stop_at} lies beyond --steps {s.steps}")
     if s.batch % world:
         raise InputError(f"--batch {s.batch} must be a multiple of the {world} devices")
     return s
+
+
+def set_epochs(s, corpus):
+    """Turns epochs of this corpus into steps, and evaluates each four times if --eval_every does not say otherwise."""
+    if s.epochs and not (s.steps and s.eval_every):
+        per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
+        s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or max(1, per_epoch // 4)
+        check(s)
 
 
 def learning_rate(step, s):
@@ -258,15 +279,15 @@ def evaluate(model, tokens, index, s, device):
     return sum_over_ranks([nats])[0] / (len(index) * s.seq)
 
 
-def make_optimizer(model, lr, device):
+def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
     """AdamW, decay on tensors of rank >= 2 (QS section 7) except NO_DECAY. Also returns the names in both groups."""
     groups = {True: [], False: []}
     for name, p in model.named_parameters():
         groups[p.dim() >= 2 and name.rsplit(".", 1)[-1] not in model.NO_DECAY].append((name, p))
     assert sum(map(len, groups.values())) == len(list(model.parameters()))
     optimizer = torch.optim.AdamW(
-        [{"params": [p for _, p in groups[decays]], "weight_decay": WEIGHT_DECAY * decays} for decays in (True, False)],
-        lr=lr, betas=BETAS, fused=device.type != "mps",
+        [{"params": [p for _, p in groups[decays]], "weight_decay": decay * decays} for decays in (True, False)],
+        lr=lr, betas=betas, fused=device.type != "mps",
     )  # fmt: skip
     names = {k: sorted({re.sub(r"layers\.\d+\.", "layers.*.", n) for n, _ in groups[k]}) for k in (True, False)}
     return optimizer, {"decay": names[True], "no_decay": names[False]}
@@ -305,7 +326,8 @@ def train(s, corpus, device, single, checkpoint=None):
     for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
         part.unlink(missing_ok=True)
     model.checkpointing = s.checkpointing
-    optimizer, decay_groups = make_optimizer(model, s.lr, device)
+    betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM_PROTOCOL else (BETAS, WEIGHT_DECAY)
+    optimizer, decay_groups = make_optimizer(model, s.lr, device, betas, decay)
     meta = {
         "spec": s.model, "size": s.size, "config": dataclasses.asdict(model.config), "settings": dataclasses.asdict(s),
         "data": broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256}),
@@ -325,7 +347,7 @@ def train(s, corpus, device, single, checkpoint=None):
     else:
         log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], data=meta["data"],
                   params=model.num_params(), flops_per_token=model.flops_per_token(s.seq), weight_decay=decay_groups,
-                  optimizer={"betas": BETAS, "decay": WEIGHT_DECAY, "clip": CLIP}, **report.provenance(device, world))  # fmt: skip
+                  optimizer={"betas": betas, "decay": decay, "clip": CLIP}, **report.provenance(device, world))  # fmt: skip
     if s.compile:
         for layer in model.layers:
             layer.compile()
@@ -335,7 +357,7 @@ def train(s, corpus, device, single, checkpoint=None):
 
     train_tokens, val_tokens = corpus.split("train"), corpus.split("val")
     windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
-    fixed = data.eval_index(val_windows, s.eval_seqs)
+    fixed, per_epoch = data.eval_index(val_windows, s.eval_seqs), data.epoch_steps(corpus, s.seq, s.batch)
     local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
     peak = None  # not known: no MFU
     if device.type == "cuda":
@@ -362,7 +384,8 @@ def train(s, corpus, device, single, checkpoint=None):
     def validate():
         nonlocal best
         loss = evaluate(model, val_tokens, fixed, s, device)
-        log.write("val", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=len(fixed) * s.seq)
+        epoch = {"epoch": step / per_epoch} if s.epochs else {}
+        log.write("val", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=len(fixed) * s.seq, **epoch)
         if loss < best["val_loss"]:
             best = {"val_loss": loss, "step": step}
             save("best.pt")
@@ -405,6 +428,9 @@ def train(s, corpus, device, single, checkpoint=None):
         mfu = {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
         speed = {"tok_s": round(tok_s, 1)} | mfu
         logs, evaluates, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.eval_every, s.ckpt_every))
+        evaluates |= s.epochs is not None and step % per_epoch == 0
+        if s.sample_every and step % s.sample_every == 0 and rank == 0:  # PAM section II
+            log.write("generated", step, tokens, text=sample.text(model, s.seq, 1.0, 50, 0.9, 1.2))
         if logs or step == 1:
             log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm.item(), **speed)
         if evaluates:
@@ -438,8 +464,7 @@ def train(s, corpus, device, single, checkpoint=None):
     print_rank0(f"validation {bpc:.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}")
     if rank == 0:
         with autocast(s, device):
-            model.eval()
-            text = "".join(sample.decode(sample.generate(model, list(b"\n"), 400, top_k=50)))
+            text = sample.text(model, 400, 0.8, 50, 1.0, 1.0)
         with data.explain(f"write {folder}"):
             (folder / "sample.txt").write_text(text, encoding="utf-8")
         try:
@@ -448,6 +473,8 @@ def train(s, corpus, device, single, checkpoint=None):
             print_rank0(f"note: no curve.png, as matplotlib cannot be imported ({e})")
         log.write("sample", step, step * tokens_per_step, text=text)  # the last event of a run that is complete
         print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
+    if s.epochs:
+        print_rank0(report.epochs_table([report.read_log(folder)]))
     exit_on_signal()
     return folder
 
@@ -464,18 +491,6 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
               checkpoint=Path(checkpoint["path"]).name, **report.provenance(device, world))  # fmt: skip
     print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc "
                 f"over {n * s.seq:,} tokens")  # fmt: skip
-
-
-def print_params(runs):
-    """Parameters by component, and what one token costs (QS tables 2 and 3)."""
-    for s in runs:
-        model_class, config = sample.parse_spec(s.model, s.size, 256)
-        with torch.device("meta"):
-            model = model_class(config)
-        print_rank0(f"{s.model} {s.size}: {model.config}")
-        for name, count in model.num_params().items():
-            print_rank0(f"  {name:20}{count:>14,}")
-        print_rank0(f"  {'flops a token':20}{model.flops_per_token(s.seq):>14,.0f}  forward and backward, seq {s.seq}")
 
 
 def resume_settings(given, checkpoint):
@@ -585,7 +600,7 @@ def run(given, device):
     for s in runs:
         sample.parse_spec(s.model, s.size, 256)
     if given.get("params"):
-        return print_params(runs)
+        return print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
     # What can be told before the first run is: a fault in the last of a sweep would come hours later.
     if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
         raise InputError("--model, --size and --seeds must not repeat an entry")
@@ -594,6 +609,8 @@ def run(given, device):
     if "out" in given and "resume" not in given and (not given["out"] or Path(given["out"]).exists()):
         raise InputError(f"--out {given['out']} exists: name another folder, or --resume {given['out']}")
     corpora = [load_data(s.data, s.seq) for s in runs]
+    for s, corpus in zip(runs, corpora):
+        set_epochs(s, corpus)
     finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
     if rank == 0 and len(finished) > 1:
         print_rank0("steps to each validation target, interpolated between evaluations; the ratio to the first model:")

@@ -1,0 +1,406 @@
+"""PAM, phase-associative memory: a language model of complex numbers throughout whose memory is a matrix, and SAM, its
+real twin of equal size.
+
+Paper: "Phase-Associative Memory: Sequence Modeling in Complex Hilbert Space" (PAM), section II, eqs. 1-7, tables 1-2.
+
+Glossary   B batch   T time   D width   L layers   H heads (the paper's memory banks)   d their width   V vocabulary
+    here       paper            shape             meaning
+    z, x       z, x_t           (B, T, D, 2)      the complex residual stream, and what a layer sees: its norm
+    q, k, v    Q, K, V, eq. 4   (B, H, T, d, 2)   queries (scaled by 1/sqrt d), keys and values
+    dt         dt_t, eq. 5      (B, T, H)         decay rate before protection
+    p          p_t, eq. 5       (B, T, H)         protect gate: at 1 the state is frozen
+    log_gamma  log gamma_t      (B, H, T)         log of the decay of the state
+    S          S_t, eq. 6       (B, H, d, d, 2)   the memory, indexed [value, key]
+    alpha      alpha, eqs. 2-3  scalar            learned scale of a residual branch, alpha_cgu and alpha_pam
+Complex numbers are real pairs, last axis (re, im). SAM is the same model in real arithmetic, without that axis: k for
+k^*, ReLU for modReLU, a sigmoid for the gate, turns of pairs of channels for turns of a channel. It gets twice the
+heads (equal numbers in the state) and the width that brings its parameters nearest (`matched_width`).
+
+Variants that the paper tried: order=sequential, all channel mixing before all memory, without rotary positions;
+qk=unit, queries and keys of modulus 1 in each coordinate. Its hybrid with windowed attention changed nothing in the
+paper and is left out.
+
+Initialisation. What the paper does not give is ours and marked *.
+    complex maps                   W_r and W_i (semi-)orthogonal, each / sqrt 2 *; real maps of SAM (semi-)orthogonal
+    alpha_cgu, alpha_pam           1.0, 0.1
+    b_dt, b_p                      -4, -3; W_dt, W_p normal, std 0.02 *
+    embedding *                    normal, std 0.01 in both parts; tied to the output head
+    modReLU bias b *               0, so that at first it passes everything
+    norm scales *                  1
+"""
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels import phase_memory
+
+EXPANSION = 3  # of the channel mixing
+ROPE_BASE = 10000
+EMBEDDING_STD = 0.01  # as in the other models: the tied head must not start by scoring the present token
+
+
+@dataclass
+class PAMConfig:
+    V: int = 256  # vocabulary
+    D: int = 100  # complex width
+    L: int = 4  # blocks
+    H: int = 4  # heads
+    d: int = 16  # complex head width
+    order: str = "interleaved"  # interleaved | sequential: L channel mixings, then L memories, no rotary positions
+    qk: str = "free"  # free | unit: q / |q| and k / |k| in each coordinate
+
+    def __post_init__(self):
+        _check(self, order=("interleaved", "sequential"), qk=("free", "unit"))
+
+
+@dataclass
+class SAMConfig:
+    V: int = 256  # vocabulary
+    D: int = 100  # complex width of the PAM that it is matched to
+    L: int = 4  # blocks
+    H: int = 4  # heads of that PAM
+    d: int = 16  # head width
+    width: int = -1  # real width; -1: matched
+    heads: int = -1  # -1: 2 H
+    order: str = "interleaved"  # interleaved | sequential
+
+    def __post_init__(self):
+        _check(self, order=("interleaved", "sequential"))
+        if self.d % 2:
+            raise ValueError(f"d={self.d} must be even: rotary positions turn pairs of channels")
+
+
+def _check(config, **choices):
+    for key, known in choices.items():
+        if getattr(config, key) not in known:
+            raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
+    for key, value in vars(config).items():
+        if isinstance(value, int) and value < 1 and (key, value) not in (("width", -1), ("heads", -1)):
+            raise ValueError(f"{key}={value} must be at least 1")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Primitives
+
+
+class ComplexLinear(nn.Module):
+    """W z for a complex matrix W = W_r + i W_i, (m, n): y_r = W_r x_r - W_i x_i, y_i = W_i x_r + W_r x_i. No bias."""
+
+    def __init__(self, n, m):
+        super().__init__()
+        self.weight_r, self.weight_i = (nn.Parameter(torch.empty(m, n)) for _ in range(2))
+        for weight in (self.weight_r, self.weight_i):
+            nn.init.orthogonal_(weight, gain=0.5**0.5)
+
+    def forward(self, z):
+        """z (..., n, 2) -> (..., m, 2)"""
+        # As one real matrix (2m, 2n) on the pairs as they lie in memory: no copies of z.
+        to_re = torch.stack((self.weight_r, -self.weight_i), -1)
+        to_im = torch.stack((self.weight_i, self.weight_r), -1)  # (m, n, 2)
+        matrix = torch.stack((to_re, to_im), 1).flatten(2).flatten(0, 1)
+        return F.linear(z.flatten(-2), matrix).unflatten(-1, (-1, 2))
+
+
+class RealLinear(nn.Linear):
+    """Its real counterpart."""
+
+    def __init__(self, n, m):
+        super().__init__(n, m, bias=False)
+        nn.init.orthogonal_(self.weight)
+
+
+def modulus(z):
+    """|z| of z (..., n, 2), float32, with a finite gradient at 0."""
+    return (z.float().square().sum(-1) + 1e-12).sqrt()
+
+
+class ModReLU(nn.Module):
+    """ReLU(|z| + b) z / |z| with a learned bias b per channel: a threshold on the modulus, the phase untouched."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(n))
+
+    def forward(self, z):
+        size = modulus(z)
+        return z * (F.relu(size + self.bias) / size).unsqueeze(-1)
+
+
+class ComplexNorm(nn.Module):
+    """s (|z| / RMS(|z|)) z / |z| = s z / RMS(|z|): scales moduli, keeps phases; s is learned, one real per channel."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+
+    def forward(self, z):
+        z = z.float()
+        rms = (z.square().sum(-1).mean(-1) + 1e-6).sqrt()  # over the channels; 1e-6: finite at 0
+        return z * (self.weight / rms.unsqueeze(-1)).unsqueeze(-1)
+
+
+def rope(z, position):
+    """Turns the pairs z (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
+    T, n = z.shape[2:4]
+    m = torch.arange(position, position + T, device=z.device, dtype=torch.float32)
+    angle = m.unsqueeze(-1) * ROPE_BASE ** (-torch.arange(n, device=z.device, dtype=torch.float32) / n)  # (T, n)
+    cos, sin = angle.cos(), angle.sin()
+    re, im = z.unbind(-1)
+    return torch.stack((re * cos - im * sin, re * sin + im * cos), -1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Channel mixing and memory, complex and real
+
+
+class CGU(nn.Module):
+    """Complex gated unit: W_down(gate_phase * modReLU(W_up z) * sigmoid(|W_g z|)), eq. 1."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.gate_proj = ComplexLinear(D, EXPANSION * D)
+        self.up_proj = ComplexLinear(D, EXPANSION * D)
+        self.act = ModReLU(EXPANSION * D)
+        self.down_proj = ComplexLinear(EXPANSION * D, D)
+
+    def forward(self, z):
+        """z (B, T, D, 2) -> the same"""
+        g, u = self.gate_proj(z).float(), self.act(self.up_proj(z)).float()
+        size = modulus(g)
+        gate = g * (size.sigmoid() / size).unsqueeze(-1)  # eq. 1: the phase of W_g z turns, sigmoid(|W_g z|) scales
+        (g_re, g_im), (u_re, u_im) = gate.unbind(-1), u.unbind(-1)
+        return self.down_proj(torch.stack((g_re * u_re - g_im * u_im, g_re * u_im + g_im * u_re), -1))
+
+
+class RealGU(nn.Module):
+    """The same in real arithmetic: W_down(ReLU(W_up x) * sigmoid(W_g x))."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.gate_proj, self.up_proj = RealLinear(D, EXPANSION * D), RealLinear(D, EXPANSION * D)
+        self.down_proj = RealLinear(EXPANSION * D, D)
+
+    def forward(self, x):
+        return self.down_proj(F.relu(self.up_proj(x)) * self.gate_proj(x).float().sigmoid())
+
+
+class Memory(nn.Module):
+    """The PAM layer, eqs. 4-7. With real=True the memory of SAM."""
+
+    def __init__(self, D, H, d, order, qk="free", real=False):
+        super().__init__()
+        self.H, self.d, self.real, self.unit = H, d, real, qk == "unit"
+        self.rotary = order == "interleaved"
+        Linear = RealLinear if real else ComplexLinear
+        self.qkv_proj = Linear(D, 3 * H * d)  # eq. 4
+        self.dt_proj = nn.Linear(D if real else 2 * D, H)  # on concat(x_r, x_i)
+        self.protect_proj = nn.Linear(D, H)  # on |x|
+        self.out_proj = Linear(H * d, D)
+        for proj, bias in ((self.dt_proj, -4.0), (self.protect_proj, -3.0)):
+            nn.init.normal_(proj.weight, std=0.02)
+            nn.init.constant_(proj.bias, bias)
+
+    def init_state(self, batch_size):
+        """(S (B, H, d, d, 2), or without the last axis if real; position of the next token)"""
+        pair = () if self.real else (2,)
+        return self.dt_proj.weight.new_zeros(batch_size, self.H, self.d, self.d, *pair), 0
+
+    def gates(self, x):
+        """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and p, (B, T, H) float32 each."""
+        flat, size = (x, x.abs()) if self.real else (torch.cat(x.unbind(-1), -1), modulus(x))
+        # Under bf16 autocast the logits are rounded to bf16; everything made of them from here on is float32.
+        dt = F.softplus(self.dt_proj(flat).float())
+        p = self.protect_proj(size).float().sigmoid()
+        # eq. 5: gamma = e^-dt (1 - p) + p = 1 - (1 - p)(1 - e^-dt), whose log keeps its digits near gamma = 1. Below
+        # gamma = 1e-7, where float32 has no digits of 1 - gamma, it stays there: no log of 0.
+        closing = (1 - p) * torch.expm1(-dt)
+        return torch.log1p(closing.clamp(min=-1 + 2**-23)), p
+
+    def forward(self, x, state):
+        """x (B, T, D, 2), or (B, T, D) if real -> the same, and the state after it."""
+        S, position = state
+        pair = () if self.real else (2,)
+        log_gamma, p = self.gates(x)
+        qkv = self.qkv_proj(x).float().unflatten(2, (3, self.H, self.d))  # (B, T, 3, H, d, 2)
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, d, 2)
+        if self.unit:
+            q, k = q / modulus(q).unsqueeze(-1), k / modulus(k).unsqueeze(-1)
+        if self.rotary:
+            q, k = (rope(y.unflatten(-1, (-1, 2)) if self.real else y, position).view(y.shape) for y in (q, k))
+        v = v * (1 - p).transpose(1, 2).view(*v.shape[:3], 1, *(1 for _ in pair))  # eq. 5: V' = V (1 - p)
+        y, S = phase_memory(q / self.d**0.5, k, v, log_gamma.transpose(1, 2), S, self.real)  # eqs. 6-7
+        y = y.transpose(1, 2).flatten(2, 3)  # (B, T, H*d, 2)
+        return self.out_proj(y.to(qkv.dtype)), (S, position + x.shape[1])
+
+
+class Block(nn.Module):
+    """Channel mixing, then memory, each on the normed stream with a learned scale, eqs. 2-3; one of them alone in
+    order=sequential."""
+
+    def __init__(self, D, H, c, mixes=True, remembers=True, real=False):
+        super().__init__()
+        self.mixes, self.remembers = mixes, remembers
+        norm = _RealNorm if real else ComplexNorm
+        if mixes:
+            self.cgu_norm, self.cgu = norm(D), (RealGU if real else CGU)(D)
+            self.alpha_cgu = nn.Parameter(torch.tensor(1.0))
+        if remembers:
+            self.pam_norm = norm(D)
+            self.pam = Memory(D, H, c.d, c.order, "free" if real else c.qk, real)
+            self.alpha_pam = nn.Parameter(torch.tensor(0.1))
+
+    def init_state(self, batch_size):
+        return self.pam.init_state(batch_size) if self.remembers else None
+
+    def forward(self, z, state):
+        """z (B, T, D, 2) -> the same, and the state after it."""
+        if self.mixes:
+            z = z + self.alpha_cgu * self.cgu(self.cgu_norm(z))  # eq. 2
+        if self.remembers:
+            y, state = self.pam(self.pam_norm(z), state)
+            z = z + self.alpha_pam * y  # eq. 3
+        return z, state
+
+
+class _RealNorm(nn.RMSNorm):
+    def __init__(self, n):
+        super().__init__(n, eps=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+class PAM(nn.Module):
+    """Complex language model: embedding, L blocks, tied head."""
+
+    Config, real = PAMConfig, False
+    NO_DECAY = ()  # the paper decays with 0.01 and exempts nothing; here the decayed tensors are those of rank 2
+    SIZES: ClassVar = {  # table 1
+        "tiny": PAMConfig(D=100, L=4, H=4, d=16),
+        "5m": PAMConfig(D=44, L=12, H=2, d=16),
+        "10m": PAMConfig(D=80, L=12, H=4, d=16),
+        "25m": PAMConfig(D=200, L=6, H=4, d=16),
+        "50m": PAMConfig(D=292, L=12, H=4, d=16),
+        "100m": PAMConfig(D=384, L=16, H=6, d=64),
+    }
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.checkpointing = False  # activation checkpointing per layer, while training
+        D, H = (c.width, c.heads) if self.real else (c.D, c.H)
+        self.embedding = nn.Embedding(c.V, D if self.real else 2 * D)  # (re, im) of a channel side by side
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        if c.order == "interleaved":
+            parts = c.L * [(True, True)]
+        else:
+            parts = c.L * [(True, False)] + c.L * [(False, True)]
+        self.layers = nn.ModuleList(Block(D, H, c, *part, self.real) for part in parts)
+        self.norm_f = (_RealNorm if self.real else ComplexNorm)(D)
+
+    def init_state(self, batch_size):
+        """The state before the first token, one entry a layer. Its size does not depend on the sequence."""
+        return [layer.init_state(batch_size) for layer in self.layers]
+
+    def forward(self, idx, targets=None, state=None):
+        """
+        Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
+        Returns: logits (B, T, V) float32; loss, the mean in nats per token, or None; state after the last token.
+        """
+        state = self.init_state(idx.shape[0]) if state is None else state
+        z, new_state = self.embedding(idx), []
+        z = z if self.real else z.unflatten(-1, (-1, 2))  # (B, T, D, 2)
+        for layer, layer_state in zip(self.layers, state):
+            if self.checkpointing and self.training:
+                z, layer_state = checkpoint(layer, z, layer_state, use_reentrant=False)
+            else:
+                z, layer_state = layer(z, layer_state)
+            new_state.append(layer_state)
+        z = self.norm_f(z)
+        # z_r E_r^T + z_i E_i^T, the real part of <E|z>, is a real product of the pairs.
+        logits = F.linear(z if self.real else z.flatten(-2), self.embedding.weight).float()
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss, new_state
+
+    def step(self, idx_t, state):
+        """One token: idx_t (B,) -> logits (B, V) and the next state, in time and memory that do not grow."""
+        logits, _, state = self(idx_t.unsqueeze(1), state=state)
+        return logits[:, 0], state
+
+    def num_params(self):
+        """Parameters by component; "total" is their sum."""
+        counts = {}
+        for name, p in self.named_parameters():
+            parts = [part for part in name.split(".") if not part.isdigit() and part != "layers"]
+            if parts[-1] in ("weight", "weight_r", "weight_i", "bias"):
+                parts.pop()
+            counts[".".join(parts)] = counts.get(".".join(parts), 0) + p.numel()
+        return counts | {"total": sum(counts.values())}
+
+    def mixing_flops(self):
+        """Forward flops of the recurrence per token: for an entry of S 18 if complex, 5 if real (eqs. 6-7)."""
+        c = self.config
+        return c.L * (c.heads * c.d**2 * 5 if self.real else c.H * c.d**2 * 18)
+
+    def flops_per_token(self, seq):
+        """Forward and backward flops a token, the same at every sequence length `seq`: 6 per weight of a real map and
+        of the tied head, 12 per number of a complex map, which meets both parts of its input; and the recurrence.
+        Element-wise work and recomputation are not counted."""
+        weights = self.embedding.weight.numel()
+        weights += sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        weights += sum(4 * m.weight_r.numel() for m in self.modules() if isinstance(m, ComplexLinear))
+        return 6 * weights + 3 * self.mixing_flops()
+
+
+class SAM(PAM):
+    """The real twin: twice the heads, and the width that matches the parameters."""
+
+    Config, real = SAMConfig, True
+    SIZES: ClassVar = {size: SAMConfig(D=c.D, L=c.L, H=c.H, d=c.d) for size, c in PAM.SIZES.items()}
+
+    def __init__(self, config):
+        config = replace(config, heads=2 * config.H) if config.heads < 0 else config
+        super().__init__(replace(config, width=matched_width(config)) if config.width < 0 else config)
+
+
+def matched_width(config):
+    """Real width that brings SAM, with its heads, nearest to the PAM of the same V, D, L, H and d."""
+
+    def total(model_class, one_block):
+        with torch.device("meta"):  # counts only: nothing is allocated
+            model = model_class(one_block)
+        block = sum(p.numel() for p in model.layers.parameters())
+        return sum(p.numel() for p in model.parameters()) + (config.L - 1) * block
+
+    def real_total(width):
+        return total(SAM, replace(config, L=1, heads=2 * config.H if config.heads < 0 else config.heads, width=width))
+
+    target = total(PAM, PAMConfig(V=config.V, D=config.D, L=1, H=config.H, d=config.d))
+    widths = range(1, 4 * config.D + 1)  # twice the width at most for the embedding, sqrt 2 times it for the blocks
+    above = bisect_left(widths, target, key=real_total)
+    return min(widths[max(0, above - 1) : above + 1], key=lambda width: abs(real_total(width) - target))
+
+
+MODELS = {"pam": PAM, "sam": SAM}
+
+if __name__ == "__main__":
+    for name, model_class in MODELS.items():
+        torch.manual_seed(0)
+        model = model_class(model_class.SIZES["tiny"])
+        idx = torch.randint(256, (2, 65))
+        logits, loss, _ = model(idx[:, :-1], idx[:, 1:])
+        state = model.init_state(2)
+        for t in range(64):
+            logits_t, state = model.step(idx[:, t], state)
+        print(
+            f"{name}: {model.num_params()['total']:,} parameters, untrained loss {loss:.3f} (ln 256 = {math.log(256):.3f}), "
+            f"step against full pass {(logits_t - logits[:, -1]).abs().max():.1e}"
+        )
