@@ -167,7 +167,7 @@ def update(model, optimizer, loss):
     good = norm.isfinite()
     scale = (CLIP / (norm + 1e-6)).clamp(max=1)
     for g in grads:
-        g.mul_(scale.view(S, *[1] * (g.dim() - 1)))
+        g.mul_(scale[0] if S == 1 else scale.view(S, *[1] * (g.dim() - 1)))
     if good.all():
         optimizer.step()
     elif good.any():
