@@ -62,7 +62,7 @@ PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM_PROTOCOL)
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
 PAM_BETAS, PAM_DECAY = (0.9, 0.999), 0.01  # PAM table 2; its betas are not given, these are AdamW's own
 PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
-PEAK_FLOPS = {  # dense bf16, by the device's full name
+PEAK_FLOPS = {  # dense bf16, by the device's full name; for others there is no MFU
     "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12,
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
@@ -148,6 +148,7 @@ def resolve(given, model, size, seed, device):
         s.data = str(Path(s.data).absolute())  # so that --resume finds it from anywhere
     if s.min_lr > s.lr and "min_lr" not in given:
         s.min_lr = s.lr
+    sample.parse_spec(s.model, s.size, 256)
     return check(s)
 
 
@@ -228,8 +229,6 @@ def broadcast_from_rank0(make):
 def exit_on_signal():
     """Ends the program, if a signal asked any rank to, with the exit code 128 + signal."""
     if sum_over_ranks([len(stop_signals)])[0]:
-        if world > 1:
-            dist.destroy_process_group()
         raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
 
 
@@ -359,7 +358,7 @@ def train(s, corpus, device, single, checkpoint=None):
     windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
     fixed, per_epoch = data.eval_index(val_windows, s.eval_seqs), data.epoch_steps(corpus, s.seq, s.batch)
     local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
-    peak = None  # not known: no MFU
+    peak = None
     if device.type == "cuda":
         peak = PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if s.dtype == "bfloat16" else None
         torch.cuda.reset_peak_memory_stats(device)
@@ -552,6 +551,9 @@ def main():
         raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
     device = sample.pick_device(given.get("device", "auto"))
     if world > 1:
+        # torchrun's own store keeps the addresses of ranks that died, and a restart may wait for them (PyTorch #135712).
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            raise InputError("--max-restarts needs --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
         device = torch.device("cuda", local_rank) if device.type == "cuda" else torch.device("cpu")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))  # of a download
     if device.type == "cuda":
@@ -578,8 +580,8 @@ def run(given, device):
         was = checkpoint["meta"]["data"]
         size, sha256 = broadcast_from_rank0(lambda: (len(corpus.tokens), corpus.sha256))
         if (size, sha256) != (was["size"], was["sha256"]):
-            raise InputError(f"{corpus.path} ({size:,} bytes, SHA-256 {sha256[:12]}) is not the data of this run "
-                             f"({was['size']:,} bytes, {was['sha256'][:12]})")  # fmt: skip
+            had = f"{was['size']:,} bytes, SHA-256 {was['sha256'][:12]}"
+            raise InputError(f"{corpus.path} ({size:,} bytes, {sha256[:12]}) is not the data of this run ({had})")
         if s.eval_only:
             return evaluate_checkpoint(s, corpus, device, checkpoint)
         if not checkpoint["optimizer"]:
@@ -597,8 +599,6 @@ def run(given, device):
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
     runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
-    for s in runs:
-        sample.parse_spec(s.model, s.size, 256)
     if given.get("params"):
         return print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
     # What can be told before the first run is: a fault in the last of a sweep would come hours later.
