@@ -32,6 +32,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import bench
 import csp
@@ -3362,6 +3364,67 @@ def test_two_processes_equal_accumulation(program, tmp_path):
         x, y = weights(f"one/{name}/last.pt"), weights(f"two/{name}/last.pt")
         for key in x:
             torch.testing.assert_close(x[key], y[key], atol=1e-4, rtol=1e-3)
+
+
+class NoDoubleNoComplex(TorchDispatchMode):
+    """Refuses every operation, also inside the kernels' own operators, that takes or gives float64 or a complex dtype."""
+
+    forbidden = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
+    seen = ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen = {*self.seen, func.name()}
+        if func.namespace == "nanohilbert":  # an operator runs outside the mode: run what it is made of, inside
+            with self, torch.no_grad():
+                out = getattr(kernels, func.name().replace("nanohilbert::", "_"))._init_fn(*args, **kwargs or {})
+        else:
+            out = func(*args, **kwargs or {})
+        for x in tree_leaves((args, kwargs, out)):
+            assert not isinstance(x, torch.Tensor) or x.dtype not in self.forbidden, f"{func} with {x.dtype}"
+        return out
+
+
+@pytest.mark.parametrize("spec", [*sample.MODELS, "htransformer:score=softmax", "hmamba:head=born", "hmamba:head=mos"])
+def test_no_float64_and_no_complex_dtype(program, no_curves, spec):
+    """MPS has neither, and on a CPU they cost twice: initialisation, training, evaluation, checkpoint, sampling."""
+    spec += ":D=32:L=1:N=4" + (":head=8" if spec == "transformer" else ":H=2")
+    with NoDoubleNoComplex() as mode:
+        assert program(train, *SMALL, "--model", spec, "--steps", 1, "--seq", 130, "--out", "run")[0] == 0
+        assert program(train, "--resume", "run", "--eval_only")[0] == 0
+        argv = ["run", "--length", 70, "--prompt", "x" * 70, "--top_k", 9, "--top_p", 0.9, "--repetition_penalty", 1.1]
+        assert program(sample, *argv)[0] == 0
+    own = {name for name in mode.seen if name.startswith("nanohilbert::")}
+    assert len(own) == (0 if "transformer" in spec and ("softmax" in spec or spec[0] == "t") else 2), (
+        own
+    )  # forward, backward
+    assert "aten::_fused_adamw_" in mode.seen
+    with mode, pytest.raises(AssertionError, match="complex64"):
+        torch.view_as_complex(torch.zeros(2))
+
+
+def test_checkpointing_changes_no_run(program, no_curves):
+    for i, flag in enumerate(("--checkpointing", "--no-checkpointing")):
+        assert program(train, *SMALL, flag, "--steps", 3, "--out", f"run{i}")[0] == 0
+    assert_same_run("run0", "run1")
+
+
+@pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++")), reason="--compile needs a C++ compiler, there is none"
+)
+def test_compiled_run_equals_eager(program, no_curves, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # compiled here and now
+    # One shape, 132 windows of validation in fours, and no sample: every new shape is compiled again.
+    argv = [*SMALL, "--model", "hmamba:D=32:L=1:H=2:N=4", "--steps", 3, "--seq", 31]
+    monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: iter(b"text"))
+    counters = torch._dynamo.utils.counters
+    for flag in ([], ["--compile"]):
+        counters.clear()
+        assert program(train, *argv, *flag, "--out", f"run{len(flag)}")[0] == 0
+        assert (counters["stats"]["unique_graphs"] > 0) == bool(flag)
+    torch._dynamo.reset()
+    for x, y in zip(course("run0"), course("run1"), strict=True):
+        for key in x.keys() & {"loss", "val_loss", "grad_norm"}:
+            assert x[key] == pytest.approx(y[key], rel=1e-4)
 
 
 def test_sweeps_share_the_data_order_and_print_ratios(program, tmp_path):
