@@ -144,7 +144,7 @@ def note(text):
 class Corpus:
     name: str  # safe for a folder name: "stdlib", or the path's stem with odd characters replaced by _
     path: Path  # the memory-mapped file
-    tokens: np.ndarray  # (size,) uint8, a read-only memory map
+    tokens: np.ndarray  # (size,) uint8, or uint16 for GPT-2's tokens: a read-only memory map
     record: dict = field(default_factory=dict)  # meta.json of a converted corpus
     vocab_size: int = 256
 
@@ -152,6 +152,11 @@ class Corpus:
     def sha256(self):
         """SHA-256 of the file, in hex: as recorded, or else read on first use, about a second per GB."""
         return self.record.get("sha256") or hash_file(self.path)
+
+    @property
+    def unit(self):
+        """Of a loss divided by ln 2."""
+        return "bpc" if self.vocab_size == 256 else "bits a token"
 
     def split(self, name):
         """The tokens of "train", "val" or "test", a view of the map. Raises InputError for any other name."""
@@ -774,12 +779,130 @@ def join(root, files, size, path):
         replace_file(path, write)
 
 
-def load(name_or_path, seq, verify=False):
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens of GPT-2: byte pair encoding with a vocabulary of 50,257 (Radford et al. 2019)
+
+GPT2_VOCAB = 50257
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+VOCAB_BPE = Source(
+    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe", 456_318,
+    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    mirrors=("https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/vocab.bpe",
+             f"{HUB}/openai-community/gpt2/resolve/main/merges.txt"),
+)  # fmt: skip
+WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
+# Where text may be cut so that its parts have the tokens of the whole: behind a line break that a printable ASCII
+# character follows, or a space and then one, and in the first case one comes before it.
+CUT = re.compile(rb"\n(?= [!-~])|(?<=[!-~])\n(?=[!-~])")
+TOKENS = ("bytes", "gpt2")
+
+
+@lru_cache(maxsize=1)
+def gpt2_encoding():
+    """The tiktoken.Encoding of GPT-2. Its merges are fetched on first use, verified, and kept in the cache folder."""
+    try:
+        import tiktoken
+    except ImportError as e:
+        raise InputError(f"GPT-2's tokens need tiktoken (pip install tiktoken): {e}") from None
+    folder = cache_dir() / "gpt2"
+    with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock"):
+            try:
+                path, _ = obtain(VOCAB_BPE, folder, new_record(Recipe("the merges of GPT-2's tokens")))
+            except InputError as e:
+                raise InputError(f"{e}; without a network put {VOCAB_BPE.url} as vocab.bpe into {folder}") from None
+    # Ids 0 to 255 are the bytes, those that print first; each merge is the next id.
+    order = sorted(range(256), key=lambda b: (not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b), b))
+    letters = {
+        chr(b if i < 188 else 256 + i - 188): bytes([b]) for i, b in enumerate(order)
+    }  # how the file writes them
+    ranks = {bytes([b]): i for i, b in enumerate(order)}
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        ranks[b"".join(letters[c] for c in line.replace(" ", ""))] = len(ranks)
+    special = {"<|endoftext|>": GPT2_VOCAB - 1}
+    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+def codec(vocab_size):
+    """(encode: bytes -> list of tokens, decode: token -> bytes) of a model with this vocabulary. Raises InputError."""
+    if vocab_size == 256:
+        return list, lambda token: bytes([token])
+    if vocab_size != GPT2_VOCAB:
+        raise InputError(f"a vocabulary of {vocab_size}: neither bytes (256) nor GPT-2's tokens ({GPT2_VOCAB})")
+    encoding = gpt2_encoding()
+    return lambda text: encoding.encode_ordinary(text.decode(errors="replace")), encoding.decode_single_token_bytes
+
+
+def tokenize(corpus):
+    """The corpus in GPT-2's tokens: a file beside the prepared corpora, made on first use, whole or not at all.
+
+    Text is encoded split by split if the corpus has its own. Raises InputError: not UTF-8, wrong counts of WikiText-103."""
+    path = cache_dir() / f"{corpus.name}-{corpus.sha256[:12]}.tokens"
+    about = path.with_suffix(".json")
+    parts = {"all": corpus.tokens} if not corpus.record.get("splits") else {s: corpus.split(s) for s in SPLITS}
+    if not (path.is_file() and about.is_file()):
+        encoding, splits = gpt2_encoding(), {}
+        note(f"tokenizing {corpus.path}")
+
+        def write(out):
+            for name, text in parts.items():
+                begin, at, view = out.tell() // 2, 0, memoryview(text)
+                while at < len(text):
+                    # About 200 kB at once: longer strings are slower.
+                    found = CUT.search(view, min(at + 200_000, len(text)))
+                    end = found.end() if found else len(text)
+                    try:
+                        tokens = encoding.encode_ordinary(bytes(view[at:end]).decode())
+                    except UnicodeDecodeError as e:
+                        raise InputError(f"{corpus.path} is not UTF-8 text: byte {at + e.start:,} of {name}") from None
+                    out.write(np.array(tokens, np.uint16).tobytes())
+                    bar.update(end - at)
+                    at = end
+                splits[name] = [begin, out.tell() // 2]
+
+        with explain(f"write {path} (NANOHILBERT_DATA may name another folder)"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with progress(total=len(corpus.tokens), desc=f"tokenizing {corpus.name}") as bar:
+                replace_file(path, write)
+            counts = {name: end - begin for name, (begin, end) in splits.items()}
+            if corpus.name == "wikitext103" and corpus.record.get("splits") and counts != WIKITEXT_TOKENS:
+                path.unlink()
+                raise InputError(
+                    f"WikiText-103 became {counts} tokens instead of {WIKITEXT_TOKENS}: not the raw corpus?"
+                )
+            replace_file(about, lambda f: f.write(json.dumps({"splits": splits}).encode()))
+    try:
+        splits = json.loads(about.read_bytes())["splits"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{about} is damaged: delete it to tokenize {corpus.name} again") from None
+    return map_tokens(corpus.name, path, {} if "all" in splits else {"splits": splits})
+
+
+def map_tokens(name, path, record=None):
+    """A Corpus from a file of uint16 tokens. Raises InputError if they are not GPT-2's."""
+    with explain(f"read {path}"):
+        size = path.stat().st_size
+        if size == 0 or size % 2:
+            raise InputError(f"{path} has {size:,} bytes, which are no 2-byte tokens")
+        tokens = np.memmap(path, dtype="<u2", mode="r")
+        for begin in range(0, len(tokens), 1 << 22):
+            block = tokens[begin : begin + (1 << 22)]
+            if block.max() >= GPT2_VOCAB:
+                at = begin + int((block >= GPT2_VOCAB).argmax())
+                raise InputError(
+                    f"{path} is no file of GPT-2's tokens: number {at:,} is {tokens[at]}, above {GPT2_VOCAB - 1}"
+                )
+    return Corpus(name, path, tokens, record or {}, GPT2_VOCAB)
+
+
+def load(name_or_path, seq, verify=False, tokens="bytes"):
     """Finds a corpus, prepares it if it is not yet, and maps it.
 
     Args: name_or_path: a name in NAMED, a file (mapped where it lies; a .parquet or .zip file is converted), or a folder
         (its files joined, sorted by path); seq: tokens per window, of which every split must hold at least one;
-        verify: hash a converted corpus, and compare.
+        verify: hash a converted corpus, and compare; tokens: "bytes", or "gpt2" (a file that ends in .tokens holds them
+        ready, as little-endian uint16; any other is text that is converted).
     Returns: a Corpus. Raises: InputError for whatever is wrong with it.
     """
     if seq < 1:
@@ -797,13 +920,15 @@ def load(name_or_path, seq, verify=False):
         join(root, files, size, path)
     with explain(f"read {path}"):
         corpus = Corpus(name, path, np.memmap(path, dtype=np.uint8, mode="r"), record)
+    if tokens == "gpt2":
+        corpus = map_tokens(name, path) if path.suffix == ".tokens" else tokenize(corpus)
     if hasattr(mmap, "MADV_RANDOM"):  # else every window read from a cold disk drags in its whole neighbourhood
         corpus.tokens.base.madvise(mmap.MADV_RANDOM)
-    shortest = min(len(corpus.split(split)) for split in SPLITS)
+    shortest, unit = min(len(corpus.split(split)) for split in SPLITS), "tokens" if tokens == "gpt2" else "bytes"
     if shortest < seq + 1:
         raise InputError(
-            f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} bytes, the shortest "
-            f"has {shortest}; lower --seq, or bring {20 * (seq + 1):,} bytes in all (now {size:,})"
+            f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} {unit}, the shortest "
+            f"has {shortest}; lower --seq, or bring {20 * (seq + 1):,} {unit} in all (now {len(corpus.tokens):,})"
         )
     return corpus
 
@@ -887,6 +1012,7 @@ def main():
     parser.add_argument(
         "--seq", type=int, default=256, help="bytes in a window; each split must hold one (default: %(default)s)"
     )
+    parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="gpt2: convert to GPT-2's BPE as well")
     parser.add_argument("--verify", action="store_true", help="read all of a converted corpus, and compare its hash")
     args = parser.parse_args()
     if args.corpus is None:
@@ -896,12 +1022,12 @@ def main():
             "PATH         any file or folder, as raw bytes; the column text of a .parquet file; what a .zip file holds"
         )
         return
-    corpus = load(args.corpus, args.seq, args.verify)
-    print(f"name   {corpus.name}\nfile   {corpus.path}\nsize   {len(corpus.tokens):,} bytes")
+    corpus, unit = load(args.corpus, args.seq, args.verify, args.tokens), "tokens" if args.tokens == "gpt2" else "bytes"
+    print(f"name   {corpus.name}\nfile   {corpus.path}\nsize   {len(corpus.tokens):,} {unit}")
     print(f"sha256 {corpus.sha256}{' (verified)' if args.verify else ''}")
     for split in SPLITS:
         tokens = corpus.split(split)
-        print(f"{split:<6} {len(tokens):,} bytes, {num_windows(tokens, args.seq):,} windows of {args.seq}")
+        print(f"{split:<6} {len(tokens):,} {unit}, {num_windows(tokens, args.seq):,} windows of {args.seq}")
 
 
 if __name__ == "__main__":

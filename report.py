@@ -604,6 +604,9 @@ def phase_coherence(embedding, pairs):
     return product.abs(), product.angle()
 
 
+WORDNET_URL = "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/corpora/wordnet.zip"  # WordNet 3.0
+
+
 def wordnet_pairs(folder):
     """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv.
 
@@ -612,9 +615,7 @@ def wordnet_pairs(folder):
     words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
     for pos in ("noun", "verb", "adj", "adv"):
         path = Path(folder) / f"data.{pos}"
-        with explain(
-            f"read WordNet's {path} (Debian's package wordnet-base holds it, and so does wordnet.zip of nltk_data)"
-        ):
+        with explain(f"read WordNet's {path} (from {WORDNET_URL}, or Debian's package wordnet-base)"):
             lines = path.read_text(encoding="latin-1").splitlines()
         try:
             for line in lines:

@@ -24,7 +24,7 @@ import torch
 import hmamba
 import htransformer
 import pam
-from data import InputError, Parser, command_line, explain, replace_file
+from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, replace_file
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
@@ -71,7 +71,7 @@ def configure(spec, config):
 def params_table(spec, size, seq):
     """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1). The vocabulary is that of
     bytes, or GPT-2's at the sizes of PAM's sweep."""
-    model_class, config = parse_spec(spec, size, 50257 if size in PAM_SIZES else 256)
+    model_class, config = parse_spec(spec, size, GPT2_VOCAB if size in PAM_SIZES else 256)
     with torch.device("meta"):
         model = model_class(config)
     lines = [f"{spec} {size}: {model.config}"]
@@ -244,20 +244,20 @@ def generate(model, prompt, length, temperature=0.8, top_k=0, top_p=1.0, repetit
             logits, state = model.step(torch.tensor([token], device=device), state)
 
 
-def decode(tokens):
-    """Byte tokens -> pieces of text as they become whole. What is not UTF-8, and control characters that could drive a
+def decode(tokens, vocab_size=256):
+    """Tokens -> pieces of text as they become whole. What is not UTF-8, and control characters that could drive a
     terminal, become U+FFFD."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder, to_bytes = codecs.getincrementaldecoder("utf-8")(errors="replace"), codec(vocab_size)[1]
     for token in tokens:
-        yield printable(decoder.decode(bytes([token])))
+        yield printable(decoder.decode(to_bytes(token)))
     yield printable(decoder.decode(b"", final=True))
 
 
 def text(model, length, temperature, top_k, top_p, repetition_penalty):
-    """`length` bytes that continue a line break, as text; the model is left in the mode it was in."""
-    mode = model.training
-    tokens = generate(model.eval(), list(b"\n"), length, temperature, top_k, top_p, repetition_penalty)
-    written = "".join(decode(tokens))
+    """`length` tokens that continue a line break, as text; the model is left in the mode it was in."""
+    mode, V = model.training, model.config.V
+    tokens = generate(model.eval(), codec(V)[0](b"\n"), length, temperature, top_k, top_p, repetition_penalty)
+    written = "".join(decode(tokens, V))
     model.train(mode)
     return written
 
@@ -308,7 +308,8 @@ def main():
     keys = ("length", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     start = time.perf_counter()
     print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
-    for text in decode(generate(model, list(prompt), **{k: getattr(args, k) for k in keys})):
+    V = model.config.V
+    for text in decode(generate(model, codec(V)[0](prompt), **{k: getattr(args, k) for k in keys}), V):
         print(text, end="", flush=True)
     print(flush=True)
     print(f"{args.length / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)

@@ -4229,6 +4229,133 @@ def test_wordnet_pairs(tmp_path):
         assert str(path) in str(error.value)
 
 
+# ---- GPT-2's tokens ----
+
+
+@pytest.fixture
+def merges(cache, monkeypatch):
+    """A small file in the format of GPT-2's merges, where the real one would be; its hash is the expected one."""
+    pytest.importorskip("tiktoken")
+    content = (
+        "#version: 0.2\nt h\nth e\n\u0120 the\n\u0120 a\n\u010a \u010a\n".encode()
+    )  # U+0120 a space, U+010A a line break
+    folder = cache / "gpt2"
+    folder.mkdir(parents=True)
+    (folder / "vocab.bpe").write_bytes(content)
+    source = data.Source("https://nowhere.invalid/vocab.bpe", len(content), hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(data, "VOCAB_BPE", source)
+    monkeypatch.setattr(data, "GPT2_VOCAB", 262)
+    data.gpt2_encoding.cache_clear()
+    yield folder
+    data.gpt2_encoding.cache_clear()
+
+
+def test_tokens_are_the_merges_of_the_file(merges):
+    """Ids 0-255 are the bytes, printable ones first; merges follow in their order."""
+    encode, decode = data.codec(262)
+    assert encode(b"!~ ") == [0, 93, 220]
+    assert encode(b"the the a") == [257, 258, 259]
+    assert encode(b"\n\n") == [260]
+    assert b"".join(map(decode, encode(bytes(range(128))))) == bytes(range(128))
+    assert decode(261) == b"<|endoftext|>"
+    assert data.codec(256)[0](b"ab") == [97, 98]
+    assert data.codec(256)[1](98) == b"b"
+    with pytest.raises(data.InputError, match="a vocabulary of 300"):
+        data.codec(300)
+
+
+def test_tokens_do_not_depend_on_where_text_is_cut(merges):
+    encoding, random = data.gpt2_encoding(), np.random.RandomState(0)
+    for _ in range(300):
+        text = "".join(random.choice(list(" \n\n\t\u00a0\u00e9the=.1"), 60))
+        pieces, at, raw = [], 0, text.encode()
+        for cut in data.CUT.finditer(raw):
+            pieces.append(raw[at : cut.end()].decode())
+            at = cut.end()
+        found = [t for piece in [*pieces, raw[at:].decode()] for t in encoding.encode_ordinary(piece)]
+        assert found == encoding.encode_ordinary(text)
+
+
+def test_data_in_tokens(merges, tmp_path, monkeypatch):
+    text = "the a the\n" * 60_000
+    (tmp_path / "a.txt").write_text(text)
+    corpus = data.load(tmp_path / "a.txt", 64, tokens="gpt2")
+    assert corpus.vocab_size == 262
+    assert corpus.tokens.dtype == np.uint16
+    assert corpus.tokens.tolist() == data.gpt2_encoding().encode_ordinary(text)
+    assert len(corpus.split("train")) == len(corpus.tokens) * 90 // 100
+    x, y = data.get_windows(corpus.split("val"), 64, [0])
+    assert x.dtype == torch.int64
+    assert torch.equal(x[0, 1:], y[0, :-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "gpt2_encoding", None)  # the second time the file is there
+        assert np.array_equal(data.load(tmp_path / "a.txt", 64, tokens="gpt2").tokens, corpus.tokens)
+    (tmp_path / "b.tokens").write_bytes(corpus.tokens.tobytes())  # ready-made
+    assert np.array_equal(data.load(tmp_path / "b.tokens", 64, tokens="gpt2").tokens, corpus.tokens)
+
+
+def test_tokens_of_a_corpus_with_its_own_splits(merges, tmp_path, monkeypatch):
+    """Each split by itself, and WikiText-103 checked against its known counts; a wrong count leaves no file."""
+    text = b"the a \n" * 1000
+    (tmp_path / "w").write_bytes(text)
+    splits = {"train": [0, 5600], "val": [5600, 6300], "test": [6300, 7000]}
+    corpus = data.Corpus("wikitext103", tmp_path / "w", np.memmap(tmp_path / "w", np.uint8, "r"), {"splits": splits})
+    with pytest.raises(data.InputError, match=r"instead of \{'train': 117920140"):
+        data.tokenize(corpus)
+    assert not list(data.cache_dir().glob("*.tokens"))
+    counts = {name: len(data.gpt2_encoding().encode_ordinary(text[a:b].decode())) for name, (a, b) in splits.items()}
+    monkeypatch.setattr(data, "WIKITEXT_TOKENS", counts)
+    tokens = data.tokenize(corpus)
+    assert {name: len(tokens.split(name)) for name in splits} == counts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("odd.tokens", b"\x01\x00\x02", "odd.tokens has 3 bytes, which are no 2-byte tokens"),
+        ("big.tokens", b"\x01\x00" * 99 + b"\x06\x01", "number 99 is 262, above 261"),
+        ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7 of all"),
+        ("short.txt", b"the a", "needs 257 tokens"),
+    ],
+)
+def test_token_faults(merges, program, name, content, message):
+    Path(name).write_bytes(content)
+    code, out, err = program(data, name, "--tokens", "gpt2")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.splitlines()[-1].startswith("error: ")
+    assert not list(data.cache_dir().glob("*.tokens")) or name == "short.txt"
+
+
+def test_merges_that_are_missing_without_a_network(merges, program, monkeypatch):
+    """One line that says what to fetch and where to put it; a wrong file is set aside."""
+    monkeypatch.setattr(data, "download", lambda url, *_: (_ for _ in ()).throw(data.InputError(f"cannot reach {url}")))
+    (merges / "vocab.bpe").write_bytes(b"something else")
+    code, _, err = program(data, "text.txt", "--tokens", "gpt2")
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert last.startswith("error: cannot reach https://nowhere.invalid/vocab.bpe; without a network put")
+    assert last.endswith(f"as vocab.bpe into {merges}")
+    assert (merges / "vocab.bpe.bad").exists()
+
+
+def test_training_and_sampling_on_tokens(merges, program):
+    """A run on tokens: its vocabulary, its units, its text; resumed on bytes it is refused."""
+    flags = ["--model", "pam:D=4:L=1:H=1:d=4", *SMALL[2:], "--tokens", "gpt2", "--steps", 2, "--eval_seqs", 2]
+    code, out, _ = program(train, *flags, "--out", "run")
+    assert code == 0
+    assert "bits a token" in out
+    model, meta = sample.load("run")
+    assert model.config.V == 262
+    assert meta["settings"]["tokens"] == "gpt2"
+    code, out, _ = program(sample, "run", "--prompt", "the a", "--length", 5)
+    assert code == 0
+    assert out.startswith("the a")
+    code, _, err = program(train, "--resume", "run", "--tokens", "bytes")
+    assert (code, err.startswith("error: --tokens bytes differs from this run's gpt2")) == (2, True)
+    assert train.resolve({"data": "wikitext103"}, "transformer", None, "1", torch.device("cpu")).tokens == "gpt2"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # CSP and its baselines
 

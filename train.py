@@ -1,4 +1,4 @@
-"""Trains any model of this repository on bytes, and compares the steps that models need.
+"""Trains any model of this repository on bytes or tokens, and compares the steps that models need.
 
     python train.py                                            tiny H-Mamba on the text that ships with Python
     python train.py --model hmamba,mamba --seeds 1,2,3         a sweep: the same data order, ratios at the end
@@ -39,7 +39,7 @@ import data
 import report
 import sample
 import tasks
-from data import InputError, Parser, command_line
+from data import TOKENS, InputError, Parser, command_line
 
 # Defaults by size. batch: sequences a step over all devices; micro: sequences that one device takes at once;
 # warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends.
@@ -82,6 +82,7 @@ class Settings:
 
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
+    tokens: str = flag(None, "bytes, or gpt2: GPT-2's BPE (default: bytes; gpt2 for wikitext103)", choices=TOKENS)
     size: str = flag(
         None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; 253m for QS's corpora on CUDA)"
     )
@@ -136,6 +137,7 @@ def resolve(given, model, size, seed, device):
     if size not in PROTOCOLS:
         raise InputError(f"unknown size {size!r}; known: {', '.join(PROTOCOLS)}")
     s = Settings(**given | {"model": model, "size": size, "seeds": seed})
+    s.tokens = s.tokens or ("gpt2" if s.data == "wikitext103" else "bytes")
     protocol = dict(PROTOCOLS[size])
     if size == "253m":
         protocol["steps"] = PAPER_STEPS.get(s.data, protocol["steps"])
@@ -365,7 +367,7 @@ def train(s, corpus, device, single, checkpoint=None):
     if s.schedule == "cosine" and s.warmup >= s.steps:
         print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
     show = rank == 0 and sys.stderr.isatty()
-    print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} bytes, "
+    print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} tokens, "
         f"{s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
 
     def save(name, optimizer=None, keep=None):
@@ -435,7 +437,7 @@ def train(s, corpus, device, single, checkpoint=None):
         if evaluates:
             log.write("grad", step, tokens, layers=[norm.item() for norm in layers])
             val_loss = validate()
-        shown = f"train {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} bpc {tok_s:,.0f} tok/s"
+        shown = f"train {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {corpus.unit} {tok_s:,.0f} tok/s"
         shown += f" MFU {speed['mfu']:.1%}" if peak else ""
         bar.set_postfix_str(shown, refresh=False)
         bar.update()
@@ -459,8 +461,9 @@ def train(s, corpus, device, single, checkpoint=None):
     memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
     n_tokens = val_windows * s.seq
     log.write("final", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=n_tokens, best=best, **memory)
-    bpc = loss / math.log(2)
-    print_rank0(f"validation {bpc:.3f} bpc ({loss:.4f} nats) over the whole split after {step} steps, {folder}")
+    print_rank0(
+        f"validation {loss / math.log(2):.3f} {corpus.unit} ({loss:.4f} nats) over the whole split after {step} steps, {folder}"
+    )
     if rank == 0:
         with autocast(s, device):
             text = sample.text(model, 400, 0.8, 50, 1.0, 1.0)
@@ -488,7 +491,7 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
         raise InputError(f"{log.path} is missing: the result belongs beside the log of its run")
     log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
               checkpoint=Path(checkpoint["path"]).name, **report.provenance(device, world))  # fmt: skip
-    print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc "
+    print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {corpus.unit} "
                 f"over {n * s.seq:,} tokens")  # fmt: skip
 
 
@@ -516,11 +519,11 @@ def told_by_its_rank():
         raise
 
 
-def load_data(name, seq):
+def load_data(s):
     """Rank 0 prepares a corpus, the others then find it; a fault is told once."""
-    broadcast_from_rank0(lambda: data.load(name, seq) and None)
+    broadcast_from_rank0(lambda: data.load(s.data, s.seq, tokens=s.tokens) and None)
     with told_by_its_rank():
-        return data.load(name, seq)
+        return data.load(s.data, s.seq, tokens=s.tokens)
 
 
 def find_checkpoint(given):
@@ -576,7 +579,7 @@ def run(given, device):
     checkpoint = find_checkpoint(given) if "resume" in given else None
     if checkpoint:
         s = resume_settings(given, checkpoint)
-        corpus = load_data(s.data, s.seq)
+        corpus = load_data(s)
         was = checkpoint["meta"]["data"]
         size, sha256 = broadcast_from_rank0(lambda: (len(corpus.tokens), corpus.sha256))
         if (size, sha256) != (was["size"], was["sha256"]):
@@ -608,7 +611,7 @@ def run(given, device):
         raise InputError("--resume goes on with one run, not with a list of them")
     if "out" in given and "resume" not in given and (not given["out"] or Path(given["out"]).exists()):
         raise InputError(f"--out {given['out']} exists: name another folder, or --resume {given['out']}")
-    corpora = [load_data(s.data, s.seq) for s in runs]
+    corpora = [load_data(s) for s in runs]
     for s, corpus in zip(runs, corpora):
         set_epochs(s, corpus)
     finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
