@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -2967,7 +2968,8 @@ def test_readme_commands_are_what_ci_runs():
 
 def test_readme_flags_and_files_exist(program):
     helps = "".join(program(m, "--help")[1] for m in (train, sample, report, data, bench))
-    elsewhere = {"--nproc_per_node", "--index-url"}
+    helps += torch.distributed.run.get_args_parser().format_help()  # torchrun
+    elsewhere = {"--index-url"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) - elsewhere:
         assert flag in helps, flag
     for link in re.findall(r"\]\(([^)#]+)\)", README):
