@@ -9,6 +9,7 @@ sections   params  parameters at every size             loss  untrained loss, to
            tasks   a step of the models of csp.py       phase   phase memory, beside a peer
            memory  peak memory of what train and scan time
            data    converting a corpus, hashing, importing data.py
+           start   python train.py: time to its first step, and what a step waits for data
 times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
            caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio.
 allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
@@ -16,6 +17,7 @@ allocator  By default glibc hands large tensors back to the system after every u
 """
 
 import argparse
+import json
 import math
 import os
 import platform
@@ -30,6 +32,8 @@ from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter, sleep
 from timeit import timeit
 
 import torch
@@ -39,7 +43,7 @@ from tqdm import tqdm
 import csp
 import data as corpora
 import tasks
-from data import Parser, command_line, explain
+from data import InputError, Parser, command_line, explain, get_windows, load, num_windows, train_index
 from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
 from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
 from kernels import born_attention, complex_scan, phase_memory, selective_scan
@@ -414,6 +418,39 @@ def step(args):
     yield "state of one sequence, size tiny, kB", ("model", *(f"after {T} tokens" for T in CONTEXTS)), rows
 
 
+def start(args):
+    batch, seq = 16, 256  # of size tiny
+    corpus = load("stdlib", seq)  # so that preparing it, once for ever, is not timed
+    tokens = corpus.split("train")
+    with TemporaryDirectory() as folder:
+        log, begin = Path(folder) / "run/log.jsonl", perf_counter()
+        command = [sys.executable, Path(__file__).with_name("train.py"), "--device", "cpu", "--out", log.parent]
+        env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+            first, speed = None, None
+            while speed is None and process.poll() is None:
+                sleep(0.01)
+                lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+                steps = [json.loads(line) for line in lines if '"train"' in line and line.endswith("\n")]
+                first = first or (perf_counter() - begin if steps else None)
+                speed = steps[1]["tok_s"] if len(steps) > 1 else None  # of steps 2 to 10
+            process.kill()
+    if speed is None:
+        raise InputError("python train.py ended before its tenth step")
+
+    def read(step):
+        get_windows(tokens, seq, train_index(num_windows(tokens, seq), 1, step, batch))
+
+    waits = [timeit(partial(read, step), number=1) for step in range(100)]
+    share = median(waits) * speed / (batch * seq)
+    rows = [
+        ("from the command to the end of the first step", f"{first:.1f} s"),
+        ("a step", f"{1e3 * batch * seq / speed:.0f} ms"),
+        ("of which waiting for data", f"{1e3 * median(waits):.2f} ms, {100 * share:.2f} %"),
+    ]
+    yield "python train.py, size tiny, data stdlib once prepared, default allocator", ("what", "time"), rows
+
+
 def memory(args):
     if sys.platform == "win32":
         return print("memory: left out, as Windows does not tell Python the peak memory of a process", file=sys.stderr)
@@ -472,6 +509,7 @@ SECTIONS = {
     "step": step,
     "memory": memory,
     "data": corpus,
+    "start": start,
 }
 
 # ----------------------------------------------------------------------------------------------------------------------

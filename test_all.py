@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed.run
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -4840,7 +4841,8 @@ def test_readme_commands_are_what_ci_runs():
 
 def test_readme_flags_and_files_exist(program):
     helps = "".join(program(m, "--help")[1] for m in (train, tasks, sample, report, data, bench))
-    elsewhere = {"--nproc_per_node", "--index-url"}
+    helps += torch.distributed.run.get_args_parser().format_help()  # torchrun
+    elsewhere = {"--index-url"}
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) - elsewhere:
         assert flag in helps, flag
     for link in re.findall(r"\]\(([^)#]+)\)", README):
