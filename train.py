@@ -82,7 +82,7 @@ class Settings:
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or gpt2: GPT-2's BPE (default: bytes; gpt2 for wikitext103)", choices=TOKENS)
     size: str = flag(
-        None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; 253m for QS's corpora on CUDA)"
+        None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; 253m: QS's corpora on CUDA)"
     )
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
