@@ -83,9 +83,7 @@ class Settings:
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or gpt2: GPT-2's BPE (default: bytes; gpt2 for wikitext103)", choices=TOKENS)
-    size: str = flag(
-        None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; 253m for QS's corpora on CUDA)"
-    )
+    size: str = flag(None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
     epochs: int = flag(None, "passes over the training data, if --steps is not given (default: by size)", int)
