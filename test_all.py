@@ -2987,7 +2987,8 @@ def no_curves(monkeypatch):
 
 def test_resume_continues_bit_for_bit(program, no_curves):
     for name in sample.MODELS:
-        spec = f"{name}:D=32:L=2:H=2:N=4" + ":head=8" * (name == "transformer")
+        width = {"transformer": "N=4:head=8", "pam": "d=4", "sam": "d=4"}.get(name, "N=4")
+        spec = f"{name}:D=32:L=2:H=2:{width}"
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-straight")[0] == 0
         assert program(train, *SMALL, "--model", spec, "--out", f"{name}-cut", "--stop_at", 3)[0] == 0
         assert sample.read_checkpoint(f"{name}-cut/last.pt")["step"] == 3
