@@ -3226,13 +3226,15 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
 
     with pytest.raises(OSError, match="full"):
         data.replace_file(path, fail)
-    moved = []
-    monkeypatch.setattr(
-        os, "replace", lambda a, b: moved.append((Path(a).read_bytes(), b))
-    )  # a crash before the renaming
+    moved = []  # a crash before the renaming
+    monkeypatch.setattr(os, "fsync", lambda fd: moved.append(os.fstat(fd).st_size))
+    monkeypatch.setattr(os, "replace", lambda a, b: moved.append((Path(a).read_bytes(), b)))
     data.replace_file(path, lambda f: f.write(b"new"))
     assert path.read_bytes() == b"old"
-    assert moved == [(b"new", path)]
+    assert moved == [3, (b"new", path)]  # all of it on the disk, then renamed
+    moved.clear()
+    data.replace_file(path, lambda f: f.write(b"new"), keep=tmp_path / "before")
+    assert moved == [3, (b"old", tmp_path / "before"), (b"new", path)]
     assert list(tmp_path.iterdir()) == [path]
 
 
