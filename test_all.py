@@ -3391,7 +3391,7 @@ class NoDoubleNoComplex(TorchDispatchMode):
 @pytest.mark.parametrize("spec", [*sample.MODELS, "htransformer:score=softmax", "hmamba:head=born", "hmamba:head=mos"])
 def test_no_float64_and_no_complex_dtype(program, no_curves, spec):
     """MPS has neither, and on a CPU they cost twice: initialisation, training, evaluation, checkpoint, sampling."""
-    spec += ":D=32:L=1:N=4" + (":head=8" if spec == "transformer" else ":H=2")
+    spec += ":D=32:L=1" + {"transformer": ":N=4:head=8", "pam": ":H=2:d=4", "sam": ":H=2:d=4"}.get(spec, ":N=4:H=2")
     with NoDoubleNoComplex() as mode:
         assert program(train, *SMALL, "--model", spec, "--steps", 1, "--seq", 130, "--out", "run")[0] == 0
         assert program(train, "--resume", "run", "--eval_only")[0] == 0
