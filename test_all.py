@@ -3577,7 +3577,7 @@ def remove(path):  # what a kill between the two renamings leaves
     Path(path).unlink()
 
 
-@pytest.mark.parametrize("damage", [flip, cut_short, remove])
+@pytest.mark.parametrize("damage", [flip_file, cut_short, remove])
 def test_damaged_last_checkpoint_falls_back_to_the_one_before(program, no_curves, damage):
     assert program(train, *SMALL, "--out", "straight")[0] == 0
     assert program(train, *SMALL, "--out", "cut", "--stop_at", 6)[0] == 0
