@@ -25,7 +25,6 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import count
@@ -41,9 +40,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import csp
-import data as corpora
 import tasks
-from data import InputError, Parser, command_line, explain, get_windows, load, num_windows, train_index
+from data import InputError, Parser, command_line, explain, get_windows, hash_file, load, num_windows, train_index
 from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
 from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
 from kernels import born_attention, complex_scan, phase_memory, selective_scan
@@ -466,18 +464,18 @@ def convert(repeats):
     from pyarrow.parquet import write_table
 
     pa.set_cpu_count(1)
-    text = corpora.load("stdlib", 1).tokens[:10_000_000].tobytes().decode("ascii", "replace")
+    text = load("stdlib", 1).tokens[:10_000_000].tobytes().decode("ascii", "replace")
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         documents = [text[i : i + 5000] for shift in range(10) for i in range(100 * shift, len(text) - 5000, 5000)]
         write_table(pa.table({"text": documents}), f"{folder}/x.parquet", row_group_size=1000, use_dictionary=False)
         os.environ["NANOHILBERT_DATA"] = folder
         seconds = []
         for i in range(repeats):
             os.utime(f"{folder}/x.parquet", (i, i))  # a new file: it is converted again
-            seconds.append(timeit(lambda: corpora.load(f"{folder}/x.parquet", 1), number=1))
-        path = corpora.load(f"{folder}/x.parquet", 1).path
-        hashing = [timeit(lambda: corpora.hash_file(path), number=1) for _ in range(repeats)]
+            seconds.append(timeit(lambda: load(f"{folder}/x.parquet", 1), number=1))
+        path = load(f"{folder}/x.parquet", 1).path
+        hashing = [timeit(lambda: hash_file(path), number=1) for _ in range(repeats)]
         for what, times in (
             ("parquet to corpus: read, join, hash, write, fsync", seconds),
             ("SHA-256 of a file", hashing),

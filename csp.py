@@ -3,8 +3,8 @@
 Paper: "State Propagation Also Satisfies: A Complex-Valued State-Space Model for Deterministic State Tracking" (CSP).
 
 A CSP block turns its input by a phase that accumulates over the sequence, feeds it to a leaky recurrence, adds a skip and
-projects every complex coordinate onto the unit circle. Two models share that block, and they are not equal, as section
-2.4.2 claims: they differ in what the recurrence carries on.
+projects every complex coordinate onto the unit circle. Two models share that block. Section 2.4.2 calls them equal; they
+differ in what the recurrence carries on, in what Delta is computed from, and in A_shift (see `scan`).
 
     csp-vanilla   the block's own normalised output (Algorithm 1)             a non-linear recurrence
     csp-fast      the state before the non-linearity (Algorithm 2, eq. 17)    a linear one, which a scan can evaluate
@@ -18,9 +18,12 @@ Glossary   S seeds   B batch   T time   d complex width   H heads   E d_inner   
     alpha  (S, B, T, 1)     decay exp(-Delta), eq. 14    h      (S, B, T, 2d)  state before the non-linearity, eq. 17
     g      ()               skip gate
 
-Every tensor begins with an axis of seeds: `stack_seeds` trains several initialisations at once, each as if it were alone.
+Every tensor begins with an axis of seeds: `stack_seeds` trains several initialisations at once, each as if it were alone,
+but for rounding.
+
 Parameters for two classes, ours and the paper's: csp 4,779 (4,779), rnn 2,770 (2,770), complex-rnn 10,578 (10,323),
-signed-mamba 17,106 (18,742), decoder 39,890 (41,235). The paper does not give the last three layouts.
+signed-mamba 17,106 (18,742), decoder 39,890 (41,235). The paper does not give the last three layouts: theirs, with the
+signs of Mamba's A and the one layer of complex-rnn, are ours.
 """
 
 import math
@@ -34,13 +37,14 @@ from kernels import complex_scan
 
 VOCAB = 3  # two symbols, and the third that the paper's parameter counts imply
 WIDTH = 32  # real units of every model's residual stream, and of the head
-EMBED = 16  # CSP section 3.1, embed_dim
+EMBED = 16  # CSP section 3.1, embed_dim; complex ones in CSP itself
 DROPOUT = 0.1  # CSP appendix E.3, at the head
-EPS = 1e-9  # CSP appendix E.2
+EPS = 1e-9  # CSP appendix E.2, of the modulus; we take it for Algorithm 2, line 16, as well, which gives none
 
 
 class Linear(nn.Module):
-    """One linear map per seed, x (S, ..., n_in) -> (S, ..., n_out), initialised as torch.nn.Linear is (CSP appendix E.1)."""
+    """One linear map per seed, x (S, ..., n_in) -> (S, ..., n_out), initialised as torch.nn.Linear is: CSP appendix E.1
+    says so, and then that biases start at zero, which PyTorch's do not."""
 
     def __init__(self, n_in, n_out, bias=True):
         super().__init__()
@@ -101,7 +105,7 @@ def stack_seeds(model_class, config, seeds):
 class CSPConfig:
     classes: int = 2
     layers: int = 3
-    d: int = 16  # complex width: 32 real units, which the paper's 4,779 parameters imply (its text says 64)
+    d: int = 16  # complex width: 32 real units, which fit the paper's 4,779 parameters (its text says 64)
     carry: str = "normalised"  # normalised (Algorithm 1) | linear (Algorithm 2)
     scan: str = "sequential"  # of the linear carry: sequential | segment | associative, all equal | printed, see `scan`
     skip: str = "input"  # input: g z_t (eq. 9, Algorithm 2) | prev: g h_{t-1} (Algorithm 1, line 17)
@@ -173,7 +177,7 @@ def scan(delta, c, method):
     future = torch.ones(T, T, dtype=torch.bool, device=c.device).triu(1)
     # log A_t - log A_shift_i summed from i to t: as a difference of two long sums it would lose digits.
     log_decay = -delta.expand(*c.shape[:3], T).tril().cumsum(2)
-    return log_decay.masked_fill(future, -math.inf).exp() @ c  # eq. 22; masked before exp, or the future overflows
+    return log_decay.masked_fill(future, -math.inf).exp() @ c  # eq. 22 with A_shift; the future would overflow in exp
 
 
 class NormalisedScan(torch.autograd.Function):
@@ -218,8 +222,9 @@ class NormalisedScan(torch.autograd.Function):
 
 
 class CSPBlock(nn.Module):
-    """Parameters: B 2d x 2d on the joined planes (appendix D.1), W_theta 2d x 2 without bias, W_delta and W_gamma 2d x 1,
-    one skip gate: 1,187 at d=16.
+    """Parameters: B 2d x 2d with bias on the joined planes (appendix D.1; section 2.1 has d x d on each plane), W_theta
+    2d x 2 without bias, W_delta and W_gamma 2d x 1, one skip gate (eq. 2 has one per dimension): 1,187 at d=16, which
+    fit the paper's count.
 
     W_theta starts at PyTorch's default and not at zero (appendix E.1): atan2 has gradient zero at the origin, so a zero
     start would never leave it. gate_init, section 4.2: that section calls the gradient strongest near a peak of the sine,
@@ -255,7 +260,7 @@ class CSPBlock(nn.Module):
         eta = self.W_gamma(b)  # eq. 15
         gamma = (1 + eta.sin()) / 2 if cfg.gate == "sine" else eta.sigmoid()  # eq. 16
         c = gamma * b
-        g = self.g.sigmoid()  # Algorithm 2, line 18
+        g = self.g.sigmoid()  # Algorithm 2, line 18; Algorithm 1, line 17 has no sigmoid
         if cfg.carry == "linear":
             delta = F.softplus(self.W_delta(c))  # Algorithm 2, line 12: from c, where eq. 13 has b
             h = scan(delta, c, cfg.scan).view_as(z)
@@ -331,8 +336,8 @@ class RNN(nn.Module):
 
 
 class ComplexRNN(nn.Module):
-    """h_t = (1 - u_t) e^{i phi_t} h_{t-1} + u_t tanh(W x_t + U h_{t-1}) with phi_t = W_phi x_t and u_t = sigmoid(W_u [x_t, h_{t-1}])
-    per channel. Section 3.1 gives no equation: "per-channel rotation and gated nonlinear state update"."""
+    """h_t = (1 - u_t) e^{i phi_t} h_{t-1} + u_t tanh(W x_t + U h_{t-1}) with phi_t = W_phi x_t and
+    u_t = sigmoid(W_u x_t + U_u h_{t-1}) per channel. Section 3.1 gives no equation: "per-channel rotation and gated nonlinear state update"."""
 
     Config = RNNConfig
 

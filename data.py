@@ -153,11 +153,6 @@ class Corpus:
         """SHA-256 of the file, in hex: as recorded, or else read on first use, about a second per GB."""
         return self.record.get("sha256") or hash_file(self.path)
 
-    @property
-    def unit(self):
-        """Of a loss divided by ln 2."""
-        return "bpc" if self.vocab_size == 256 else "bits a token"
-
     def split(self, name):
         """The tokens of "train", "val" or "test", a view of the map. Raises InputError for any other name."""
         if name not in SPLITS:
@@ -275,9 +270,7 @@ def check_answer(answer):
 def linked_sha256(answer):
     """The SHA-256 that the hub states beside its redirect to the storage, or None."""
     etags = (a.headers.get("X-Linked-Etag", "").strip('"') for a in (*answer.history, answer))
-    return next(
-        (etag for etag in etags if re.fullmatch("[0-9a-f]{64}", etag)), None
-    )  # of small files it is another hash
+    return next((etag for etag in etags if re.fullmatch("[0-9a-f]{64}", etag)), None)  # of small files another hash
 
 
 def wait_asked(answer):
@@ -497,9 +490,8 @@ def read_zip(path):
         try:
             with zipfile.ZipFile(path) as archive:
                 members = sorted(archive.infolist(), key=lambda m: m.filename)
-                for (
-                    member
-                ) in members:  # nothing is unpacked under these names, but such an archive is not to be trusted
+                # Nothing is unpacked under these names, but an archive that has such ones is not to be trusted.
+                for member in members:
                     parts = re.split(r"[/\\]", member.filename)
                     if ".." in parts or parts[0] == "" or ":" in parts[0] or stat.S_ISLNK(member.external_attr >> 16):
                         raise InputError(f"{path} holds {member.filename!r}, a link or a path out of it: refused")

@@ -21,7 +21,7 @@ qk=unit, queries and keys of modulus 1 in each coordinate. Its hybrid with windo
 paper and is left out.
 
 Initialisation. What the paper does not give is ours and marked *.
-    complex maps                   W_r and W_i (semi-)orthogonal, each / sqrt 2 *; real maps of SAM (semi-)orthogonal
+    complex maps                   W_r and W_i (semi-)orthogonal, each / sqrt 2 *; real maps of SAM * (semi-)orthogonal
     alpha_cgu, alpha_pam           1.0, 0.1
     b_dt, b_p                      -4, -3; W_dt, W_p normal, std 0.02 *
     embedding *                    normal, std 0.01 in both parts; tied to the output head
@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels import phase_memory
 
 EXPANSION = 3  # of the channel mixing
-ROPE_BASE = 10000
+ROPE_BASE = 10000  # not given in the paper
 EMBEDDING_STD = 0.01  # as in the other models: the tied head must not start by scoring the present token
 
 
@@ -282,7 +282,7 @@ class PAM(nn.Module):
     """Complex language model: embedding, L blocks, tied head."""
 
     Config, real = PAMConfig, False
-    NO_DECAY = ()  # the paper decays with 0.01 and exempts nothing; here the decayed tensors are those of rank 2
+    NO_DECAY = ()  # the paper decays with 0.01 and names no exemption; here the decayed tensors are those of rank 2
     SIZES: ClassVar = {  # table 1
         "tiny": PAMConfig(D=100, L=4, H=4, d=16),
         "5m": PAMConfig(D=44, L=12, H=2, d=16),
@@ -304,7 +304,7 @@ class PAM(nn.Module):
         else:
             parts = c.L * [(True, False)] + c.L * [(False, True)]
         self.layers = nn.ModuleList(Block(D, H, c, *part, self.real) for part in parts)
-        self.norm_f = (_RealNorm if self.real else ComplexNorm)(D)
+        self.norm_f = (_RealNorm if self.real else ComplexNorm)(D)  # not in the paper
 
     def init_state(self, batch_size):
         """The state before the first token, one entry a layer. Its size does not depend on the sequence."""

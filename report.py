@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,28 @@ class Log:
         """What was written is on the disk when this returns."""
         with explain(f"write {self.path}"), open(self.path, "a") as f:
             os.fsync(f.fileno())
+
+
+def run_name(*parts):
+    """Parts of a run's name, of which the first is the model spec, as a name for its folder."""
+    return re.sub("[:=]", "_", "-".join(map(str, parts)))
+
+
+def make_folder(s, corpus, single):
+    """The run folder, made on the spot. Default names get -2, -3, ...; an explicit --out that exists is refused."""
+    name = run_name(s.model, corpus.name, s.size, f"s{s.seeds}")
+    folder = Path(s.out) if s.out and single else Path(s.out or "runs") / name
+    unique, n = folder, 1
+    while True:
+        try:
+            unique.mkdir(parents=True, exist_ok=bool(s.resume))
+            (unique / "log.jsonl").unlink(missing_ok=True)  # of a start that a kill ended before its first checkpoint
+            return unique
+        except FileExistsError:
+            n += 1
+            unique = folder.with_name(f"{name}-{n}")
+        except OSError as e:
+            raise InputError(f"cannot make the run folder {unique}: {e.strerror}") from None
 
 
 def provenance(device, world):
@@ -94,10 +117,59 @@ def _event(line):
     return event if whole and isinstance(event.get("val_loss", 0.0), (int, float)) else None
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables and figures
+
+# Two-sided 95 % quantiles of Student's t for 1 ... 30 degrees of freedom.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+       2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+
+
+def mean_interval(values):
+    """Mean and half-width of its 95 % confidence interval (Student's t); the half-width is None for a single value, and up
+    to 4 % too wide for more than 31."""
+    n, mean = len(values), statistics.fmean(values)
+    if n < 2:
+        return mean, None
+    return mean, T95[min(n - 1, len(T95)) - 1] * statistics.stdev(values) / math.sqrt(n)
+
+
+def markdown(head, rows):
+    cells = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in cells)
+
+
+def pyplot():
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+                         "legend.frameon": False, "font.size": 9, "savefig.dpi": 150})  # fmt: skip
+    return plt
+
+
+def save_figure(plt, fig, path):
+    fig.tight_layout()
+    with explain(f"write {path}"):
+        fig.savefig(path)
+    plt.close(fig)
+
+
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+
+
 def val_curve(events):
     """(steps, bpc) of the evaluations on the fixed validation windows."""
     points = [(e["step"], e["val_loss"] / math.log(2)) for e in events if e["event"] == "val" and e["split"] == "val"]
     return [s for s, _ in points], [loss for _, loss in points]
+
+
+def unit(tokens):
+    """Of a loss divided by ln 2, by the setting `tokens` of its run."""
+    return "bits a token" if tokens == "gpt2" else "bpc"
 
 
 def steps_to_target(steps, losses, target):
@@ -127,18 +199,14 @@ def targets_table(logs):
         final = next((f"{e['val_loss'] / math.log(2):.3f}" for e in events if e["event"] == "final"), "-")
         cells = ["-" if x is None else f"{x:.0f}" + (f" ({x / r:.2f}x)" if r else "") for x, r in zip(found, reference)]
         rows.append([settings["model"], *key, *cells, final])
-    head = ["model", "data", "size", "seed", *(f"{t} bpc" for t in TARGETS), "at the end, bpc"]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows])
+    units = " / ".join(dict.fromkeys(unit(events[0]["settings"].get("tokens")) for events in logs))
+    return markdown(["model", "data", "size", "seed", *(f"{t} {units}" for t in TARGETS), f"at the end, {units}"], rows)
 
 
 def plot_curves(logs, out):
     """Validation bpc against the optimization step, one line a run (QS figure 4), written to the PNG `out`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(6, 4), dpi=150)
+    plt = pyplot()
+    fig, ax = plt.subplots(figsize=(6, 4))
     models = list(dict.fromkeys(events[0]["settings"]["model"] for events in logs))
     seen = set()
     for events in logs:
@@ -148,17 +216,12 @@ def plot_curves(logs, out):
         label = None if model in seen else f"{model} ({events[0]['params']['total'] / 1e6:.2f}M)"
         seen.add(model)
         ax.plot(steps, bpc, color=f"C{models.index(model)}", label=label, lw=1.5)
-    ax.set(xlabel="optimization step", ylabel="validation bits per character")
+    ax.set(xlabel="optimization step", ylabel=f"validation loss, {unit(settings.get('tokens'))}")
     ax.set_title(
         " / ".join(dict.fromkeys(f"{e[0]['data']['name']}, {e[0]['settings']['size']}" for e in logs)), fontsize=10
     )
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False)
-    ax.spines[["top", "right"]].set_visible(False)
-    fig.tight_layout()
-    with explain(f"write {out}"):
-        fig.savefig(out)
-    plt.close(fig)
+    ax.legend()
+    save_figure(plt, fig, out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -193,26 +256,10 @@ PAPER_TASKS = {
     },
 }
 PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", "decoder")
-# Two-sided 95 % quantiles of Student's t for 1 ... 30 degrees of freedom.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-       2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-
-
-def markdown(head, rows):
-    cells = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in cells)
-
-
-def mean_interval(values):
-    """Mean and half-width of its 95 % confidence interval (Student's t); the half-width is None for a single value."""
-    n, mean = len(values), statistics.fmean(values)
-    if n < 2:
-        return mean, None
-    return mean, T95[min(n - 1, len(T95)) - 1] * statistics.stdev(values) / math.sqrt(n)
 
 
 def group_tasks(logs):
-    """{task: {model: {seed: events}}}, the paper's models first, then in the order of `logs`. Raises InputError if the runs do not belong in one table."""
+    """{task: {model: {seed: events}}}, the paper's models first. Raises InputError if the runs do not belong together."""
     known = {model: i for i, model in enumerate(PAPER_ORDER)}
     logs = sorted(logs, key=lambda e: (known.get(e[0]["settings"]["model"], len(known)), e[0]["settings"]["seed"]))
     groups, first = {}, {k: v for k, v in logs[0][0]["settings"].items() if k not in ("model", "task", "seed")}
@@ -239,12 +286,11 @@ def task_tables(logs):
     every seed, and the rotation that CSP learnt for each symbol."""
     groups, s = group_tasks(logs), logs[0][0]["settings"]
     lengths, longest = s["lengths"], s["lengths"][-1]
-    text = [
-        (
-            f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean over the "
-            f"seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
-        )
-    ]
+    intro = (
+        f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean over the "
+        "seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
+    )
+    text = [intro]
     every_seed, spread, paired, angles, skipped = [], [], [], [], 0
     for task, models in groups.items():
         rows, first = [], None
@@ -283,7 +329,7 @@ def task_tables(logs):
         text += [f"### Paired by seed, L={longest}", "Mean difference and 95 % interval (Student's t).",
                  markdown(["task", "difference", "seeds", "accuracy"], paired)]  # fmt: skip
     if spread:
-        text += [f"### Spread over the seeds, L={longest}", "Sample standard deviation; the paper's from its tables 2-4.",
+        text += [f"### Spread over the seeds, L={longest}", "Sample standard deviation; the paper's from the seeds of its tables 2-4 (its table 5 prints other numbers).",
                  markdown(["task", "model", "seeds", "ours", "paper"], spread)]  # fmt: skip
     text += ["### Every seed", markdown(["task", "model", "seed", *at], every_seed)]
     if angles:
@@ -293,28 +339,6 @@ def task_tables(logs):
                  markdown(["task", "model", "seed", "block", "at 0", "at 1", "difference"], angles)]  # fmt: skip
     text.append(f"Steps skipped because a gradient was not finite: {skipped} of all runs.")
     return "\n\n".join(text)
-
-
-def pyplot():
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
-                         "legend.frameon": False, "font.size": 9, "savefig.dpi": 150})  # fmt: skip
-    return plt
-
-
-def save_figure(plt, fig, path):
-    fig.tight_layout()
-    with explain(f"write {path}"):
-        fig.savefig(path)
-    plt.close(fig)
-
-
-# Okabe and Ito's palette: told apart by colour-blind readers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
 def plot_lengths(task, models, path):
@@ -389,7 +413,7 @@ def plot_dynamics(groups, model, path):
 
 
 def task_report(logs, out):
-    """Prints the tables and writes them, with the figures, into the folder `out`. Returns the paths."""
+    """Writes tables and figures into the folder `out`. Returns the tables, and the paths."""
     groups, text = group_tasks(logs), task_tables(logs)
     with explain(f"write {out}"):
         out.mkdir(parents=True, exist_ok=True)
@@ -427,31 +451,29 @@ def late_losses(events):
 
 def late_metric(values):
     """Mean, standard deviation (n - 1) and sigma_log10 = sigma / (y ln 10) of evaluations (PAM section III)."""
-    mean = sum(values) / len(values)
-    sigma = (sum((x - mean) ** 2 for x in values) / max(1, len(values) - 1)) ** 0.5
+    mean, sigma = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
     return mean, sigma, sigma / (mean * math.log(10))
 
 
 def epochs_table(logs):
     """Markdown table: validation loss in nats per token and perplexity at the end of each epoch, the best evaluation
     within it, and the paper's late metric of each run."""
-    rows = [["model", "size", "seed", "epoch", "loss", "best before", "perplexity"]]
-    rows.append(["---"] * len(rows[0]))
+    rows = []
     for events in logs:
         settings, late = events[0]["settings"], late_losses(events)
         run = [settings["model"], settings["size"], settings["seeds"]]
         points = [(e["epoch"], e["val_loss"]) for e in events if e["event"] == "val" and e.get("epoch")]
         for epoch in range(1, int(points[-1][0]) + 1):
             end = next((loss for at, loss in points if at == epoch), math.nan)
-            before = min((f"{loss:.4f}" for at, loss in points if epoch - 1 < at < epoch), default="-")
-            rows.append([*run, epoch, f"{end:.4f}", before, f"{math.exp(end):.2f}"])
+            before = min((loss for at, loss in points if epoch - 1 < at < epoch), default=math.nan)
+            rows.append([*run, epoch, f"{end:.4f}", f"{before:.4f}", f"{math.exp(end):.2f}"])
         (loss, sigma, _), (ppl, ppl_sigma, _) = late_metric(late), late_metric([math.exp(x) for x in late])
         rows.append([*run, f"late, n = {len(late)}", f"{loss:.4f} +- {sigma:.4f}", "", f"{ppl:.2f} +- {ppl_sigma:.2f}"])
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+    return markdown(["model", "size", "seed", "epoch", "loss", "best before", "perplexity"], rows)
 
 
 def power_law(sizes, values):
-    """log10 y = a + b log10 N by least squares (PAM section III). Returns a, b and their 2 x 2 covariance, from the
+    """log10 y = a + b log10 N by least squares, unweighted (PAM section III does not say). Returns a, b and their 2 x 2 covariance, from the
     scatter of the points about the line (zero for two points, which say nothing of it)."""
     import numpy as np
 
@@ -492,19 +514,7 @@ def scaling_table(logs):
         for name, of_model in points.items():
             sizes, values, sigmas = zip(*sorted(of_model))
             fits[quantity][name] = sizes, values, sigmas, power_law(sizes, values)
-    rows = [
-        [
-            "quantity",
-            "model",
-            "runs",
-            "sizes",
-            "slope +- standard error",
-            "the paper's slope",
-            "crosses the first at N",
-            "the paper's",
-        ]
-    ]
-    rows.append(["---"] * len(rows[0]))
+    rows = []
     for quantity, models in fits.items():
         first, paper = next(iter(models)), PAPER_FITS[quantity]
         for name, (sizes, _, _, law) in models.items():
@@ -512,13 +522,15 @@ def scaling_table(logs):
             slope = f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
             met = [f"{met[0]:.2g} ({met[1]:.3g})", f"{paper['crossing']:.2g}"] if met else ["-", "-"]
             rows.append([quantity, name, len(sizes), len(set(sizes)), slope, paper.get(name, "-"), *met])
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows), fits
+    head = ["quantity", "model", "runs", "sizes", "slope +- standard error", "the paper's slope",
+            "crosses the first at N", "the paper's"]  # fmt: skip
+    return markdown(head, rows), fits
 
 
 def plot_scaling(fits, out):
     """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing, into the PNG `out`."""
     plt = pyplot()
-    fig, axes = plt.subplots(2, 1, figsize=(6, 7), dpi=150)
+    fig, axes = plt.subplots(2, 1, figsize=(6, 7))
     for ax, (quantity, models) in zip(axes, fits.items()):
         laws = [law for *_, law in models.values()]
         met = crossing(*laws[:2]) if len(laws) > 1 else None
@@ -534,7 +546,7 @@ def plot_scaling(fits, out):
         if drawn:
             ax.axvline(drawn[0], ls=":", color="grey", label=f"crossing at {drawn[0]:.2g}")
         ax.set(xscale="log", yscale="log", ylabel=f"validation {quantity}" + (", nats" if quantity == "loss" else ""))
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(fontsize=8)
     axes[-1].set_xlabel("parameters")
     save_figure(plt, fig, out)
 
@@ -572,11 +584,11 @@ def state_ranks(run, tokens):
 def plot_ranks(ranks, d, out):
     """Effective rank against the position, a line a layer (mean over heads), into the PNG `out`. ranks: state_ranks."""
     plt = pyplot()
-    fig, ax = plt.subplots(figsize=(6, 4), dpi=150)
+    fig, ax = plt.subplots(figsize=(6, 4))
     for layer, of_layer in enumerate(ranks.mean(-1).T.tolist()):
         ax.plot(range(1, len(of_layer) + 1), of_layer, lw=1, label=f"layer {layer}")
     ax.set(xlabel="tokens read", ylabel=f"effective rank of S (of {d})", xscale="log")
-    ax.legend(frameon=False, fontsize=7, ncols=2)
+    ax.legend(fontsize=7, ncols=2)
     save_figure(plt, fig, out)
 
 
@@ -643,24 +655,15 @@ def plot_coherence(groups, out):
     """PAM figure 3: coherence against phase, a colour for each group of word pairs and a dashed line at its mean coherence,
     into the PNG `out`. groups: {name: (coherence, phase)} of phase_coherence."""
     plt = pyplot()
-    fig, ax = plt.subplots(figsize=(6, 4), dpi=150)
+    fig, ax = plt.subplots(figsize=(6, 4))
     for i, (name, (coherence, phase)) in enumerate(groups.items()):
-        mean, low, high = bootstrap_interval(coherence)
-        label = f"{name}, n = {len(coherence)}: {mean:.3f} ({low:.3f} to {high:.3f})"
+        mean, half = mean_interval(coherence.tolist())
+        label = f"{name}, n = {len(coherence)}: {mean:.3f}" + (f" +- {half:.3f}" if half else "")
         ax.plot(phase, coherence, ".", ms=2, alpha=0.4, color=f"C{i}", label=label)
         ax.axhline(mean, ls="--", lw=1, color=f"C{i}")
     ax.set(xlabel="phase of <z1|z2>, radians", ylabel="coherence", xlim=(-math.pi, math.pi))
-    ax.legend(frameon=False, fontsize=7, markerscale=4)
+    ax.legend(fontsize=7, markerscale=4)
     save_figure(plt, fig, out)
-
-
-def bootstrap_interval(values, draws=2000, seed=0):
-    """Mean of values (n,) and its 95 % bootstrap interval: (mean, low, high)."""
-    import numpy as np
-
-    values, rng = np.asarray(values, float), np.random.RandomState(seed)
-    means = [values[rng.randint(len(values), size=len(values))].mean() for _ in range(draws)]
-    return float(values.mean()), float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
 def main():

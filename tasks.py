@@ -48,7 +48,7 @@ EVAL_SAMPLES, WATCH_SAMPLES = 1000, 256  # at the end; while training
 
 @dataclass
 class Settings:
-    """What a run depends on. Seeds are trained together, and each as if it were alone."""
+    """What a run depends on. Seeds are trained together, and each as if it were alone, but for rounding."""
 
     model: str
     task: str
@@ -294,7 +294,7 @@ def parse_lengths(text):
 
 
 def run_folder(out, s):
-    return out / re.sub("[:=]", "_", f"{s.model}-{s.task}-s{s.seed}")
+    return out / report.run_name(s.model, s.task, f"s{s.seed}")
 
 
 def finished(folder, s):

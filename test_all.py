@@ -4049,7 +4049,7 @@ def test_pam_protocol():
     corpus = data.Corpus("x", Path("x"), np.zeros(1_000_000, np.uint8))
     train.set_epochs(s, corpus)
     per_epoch = (900_000 - 1) // 512 // 8
-    assert (s.steps, s.eval_every) == (10 * per_epoch, per_epoch // 4)
+    assert (s.steps, s.eval_every) == (10 * per_epoch, -(-per_epoch // 4))
     s = train.resolve({"steps": 7}, "pam", "5m", "1", cpu)
     train.set_epochs(s, corpus)
     assert s.steps == 7
@@ -4072,7 +4072,7 @@ def test_training_in_epochs(program):
     vals = [(e["step"], e["epoch"]) for e in events if e["event"] == "val"]
     assert {per_epoch * i for i in range(4)} <= {step for step, _ in vals}
     assert [at for _, at in vals if at == int(at)] == [0, 1, 2, 3]
-    assert len(vals) >= 3 * 4
+    assert [at % 1 for _, at in vals] == pytest.approx([0, 0.25, 0.5, 0.75] * 3 + [0], abs=0.05)
     assert [e["step"] for e in events if e["event"] == "generated"] == list(range(50, 3 * per_epoch + 1, 50))
     late = report.late_losses(events)
     assert len(late) == 6
@@ -4199,9 +4199,6 @@ def test_phase_coherence(tmp_path):
     assert coherence[2] < 1
     report.plot_coherence({"all": (coherence, phase)}, tmp_path / "phase.png")
     assert (tmp_path / "phase.png").read_bytes().startswith(b"\x89PNG")
-    mean, low, high = report.bootstrap_interval(randn(200).numpy())
-    assert low < mean < high
-    assert high - low == pytest.approx(2 * 1.96 / 200**0.5, rel=0.2)
 
 
 WORDNET = {
@@ -4426,11 +4423,11 @@ def test_csp_block_is_its_algorithm(carry, kwargs, monkeypatch):
 
 
 def test_algorithms_1_and_2_are_not_equal():
-    """CSP section 2.4.2 calls them equivalent. With the same weights they part at the second step."""
+    """CSP section 2.4.2 calls them equivalent. With the same weights they part at the first step: A_shift damps its input."""
     vanilla, z = csp_cells("normalised")
     fast, _ = csp_cells("linear")
     fast.load_state_dict(vanilla.state_dict())
-    assert (vanilla(z) - fast(z))[:, :, 1:].abs().mean() > 0.05
+    assert (vanilla(z) - fast(z)).abs().mean((0, 1, 3, 4)).min() > 0.05
 
 
 @pytest.mark.parametrize("T", [1, 2, 7, 16, 65, 300])
@@ -4798,6 +4795,9 @@ def test_mean_interval():
     mean, half = report.mean_interval([0.1, 0.2, 0.3, 0.4, 0.5])
     assert (mean, half) == pytest.approx((0.3, 0.19632), abs=1e-4)
     assert report.mean_interval([0.5]) == (0.5, None)
+    values = randn(200).tolist()
+    mean, half = report.mean_interval(values)
+    assert 1 < half / (1.972 * np.std(values, ddof=1) / 200**0.5) < 1.04  # 1.972: the quantile for 199
 
 
 def test_task_report_refuses_what_does_not_belong_together(program, short_tasks):

@@ -54,7 +54,7 @@ PROTOCOLS = {
              "schedule": "cosine", "dtype": "bfloat16", "checkpointing": True,
              "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4; D: 20 x 256
 }  # fmt: skip
-# PAM table 2: epochs in place of steps, each evaluated at its end and some three times before.
+# PAM table 2: epochs in place of steps. Each is evaluated at its end and three times before, which the paper leaves open.
 PAM_PROTOCOL = {"epochs": 10, "batch": 8, "micro": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0, "warmup": 500,
                 "schedule": "cosine", "dtype": "float32", "checkpointing": False, "eval_seqs": 512, "ckpt_every": 1000,
                 "sample_every": 5000}  # fmt: skip
@@ -170,10 +170,10 @@ def check(s):
 
 
 def set_epochs(s, corpus):
-    """Turns epochs of this corpus into steps, and evaluates each four times if --eval_every does not say otherwise."""
+    """Turns epochs of this corpus into steps; --eval_every counts from the start of each and is by default a quarter."""
     if s.epochs and not (s.steps and s.eval_every):
         per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
-        s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or max(1, per_epoch // 4)
+        s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or -(-per_epoch // 4)
         check(s)
 
 
@@ -239,23 +239,6 @@ def on_signal(signum, _):
     print_rank0(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
 
 
-def make_folder(s, corpus, single):
-    """The run folder, made on the spot. Default names get -2, -3, ...; an explicit --out that exists is refused."""
-    name = re.sub("[:=]", "_", f"{s.model}-{corpus.name}-{s.size}-s{s.seeds}")
-    folder = Path(s.out) if s.out and single else Path(s.out or "runs") / name
-    unique, n = folder, 1
-    while True:
-        try:
-            unique.mkdir(parents=True, exist_ok=bool(s.resume))
-            (unique / "log.jsonl").unlink(missing_ok=True)  # of a start that a kill ended before its first checkpoint
-            return unique
-        except FileExistsError:
-            n += 1
-            unique = folder.with_name(f"{name}-{n}")
-        except OSError as e:
-            raise InputError(f"cannot make the run folder {unique}: {e.strerror}") from None
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Training
 
@@ -283,7 +266,6 @@ def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
     groups = {True: [], False: []}
     for name, p in model.named_parameters():
         groups[p.dim() >= 2 and name.rsplit(".", 1)[-1] not in model.NO_DECAY].append((name, p))
-    assert sum(map(len, groups.values())) == len(list(model.parameters()))
     optimizer = torch.optim.AdamW(
         [{"params": [p for _, p in groups[decays]], "weight_decay": decay * decays} for decays in (True, False)],
         lr=lr, betas=betas, fused=device.type != "mps",
@@ -316,12 +298,11 @@ def train(s, corpus, device, single, checkpoint=None):
     torch.manual_seed(int(s.seeds))
     if checkpoint:
         model, folder = sample.build(checkpoint).to(device), Path(checkpoint["path"]).parent
-        start_time = time.time() - checkpoint["meta"]["time_s"]
     else:
         model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
         model = model_class(config).to(device)
-        folder = Path(broadcast_from_rank0(lambda: str(make_folder(s, corpus, single))))
-        start_time = time.time()
+        folder = Path(broadcast_from_rank0(lambda: str(report.make_folder(s, corpus, single))))
+    start_time = time.time() - (checkpoint["meta"]["time_s"] if checkpoint else 0)
     for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
         part.unlink(missing_ok=True)
     model.checkpointing = s.checkpointing
@@ -396,18 +377,15 @@ def train(s, corpus, device, single, checkpoint=None):
         save_last()  # from here on the run can be resumed
     bar = tqdm(total=end, initial=step, unit="step", disable=not show, dynamic_ncols=True)
     clock, clock_step, begin, begin_step = time.perf_counter(), step, time.perf_counter(), step
-    model.train()
     while step < end:
-        lr = learning_rate(step, s)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr = learning_rate(step, s)
         index = data.train_index(windows, int(s.seeds), step, s.batch)[rank * local : (rank + 1) * local]
         nats = 0.0
         for i in range(0, local, s.micro):
             x, y = data.get_windows(train_tokens, s.seq, index[i : i + s.micro])
             x, y = x.to(device), y.to(device)
-            last_micro = i + s.micro >= local
-            with network.no_sync() if world > 1 and not last_micro else contextlib.nullcontext():
+            with network.no_sync() if world > 1 and i + s.micro < local else contextlib.nullcontext():
                 with autocast(s, device):
                     loss = network(x, y)[1]
                 (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
@@ -424,10 +402,10 @@ def train(s, corpus, device, single, checkpoint=None):
 
         tokens = step * tokens_per_step
         tok_s = (step - clock_step) * tokens_per_step / (time.perf_counter() - clock)
-        mfu = {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
-        speed = {"tok_s": round(tok_s, 1)} | mfu
-        logs, evaluates, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.eval_every, s.ckpt_every))
-        evaluates |= s.epochs is not None and step % per_epoch == 0
+        speed = {"tok_s": round(tok_s, 1)}
+        speed |= {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
+        logs, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.ckpt_every))
+        evaluates = (step % per_epoch if s.epochs else step) % s.eval_every == 0 or step == s.steps
         if s.sample_every and step % s.sample_every == 0 and rank == 0:  # PAM section II
             log.write("generated", step, tokens, text=sample.text(model, s.seq, 1.0, 50, 0.9, 1.2))
         if logs or step == 1:
@@ -435,7 +413,7 @@ def train(s, corpus, device, single, checkpoint=None):
         if evaluates:
             log.write("grad", step, tokens, layers=[norm.item() for norm in layers])
             val_loss = validate()
-        shown = f"train {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {corpus.unit} {tok_s:,.0f} tok/s"
+        shown = f"train {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {report.unit(s.tokens)} {tok_s:,.0f} tok/s"
         shown += f" MFU {speed['mfu']:.1%}" if peak else ""
         bar.set_postfix_str(shown, refresh=False)
         bar.update()
@@ -457,11 +435,10 @@ def train(s, corpus, device, single, checkpoint=None):
         good = last_good(folder, last_is_bad=True)
         raise InputError(f"the loss after step {step} is {loss}: the last update diverged, lower --lr; {good}")
     memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    n_tokens = val_windows * s.seq
-    log.write("final", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=n_tokens, best=best, **memory)
-    print_rank0(
-        f"validation {loss / math.log(2):.3f} {corpus.unit} ({loss:.4f} nats) over the whole split after {step} steps, {folder}"
-    )
+    whole = {"val_loss": loss, "split": "val", "n_tokens": val_windows * s.seq, "best": best} | memory
+    log.write("final", step, step * tokens_per_step, **whole)
+    print_rank0(f"validation {loss / math.log(2):.3f} {report.unit(s.tokens)} ({loss:.4f} nats) over the whole split "
+                f"after {step} steps, {folder}")  # fmt: skip
     if rank == 0:
         with autocast(s, device):
             text = sample.text(model, 400, 0.8, 50, 1.0, 1.0)
@@ -489,7 +466,7 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
         raise InputError(f"{log.path} is missing: the result belongs beside the log of its run")
     log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
               checkpoint=Path(checkpoint["path"]).name, **report.provenance(device, world))  # fmt: skip
-    print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {corpus.unit} "
+    print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
                 f"over {n * s.seq:,} tokens")  # fmt: skip
 
 
@@ -552,7 +529,7 @@ def main():
         raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
     device = sample.pick_device(given.get("device", "auto"))
     if world > 1:
-        # torchrun's own store keeps the addresses of ranks that died, and a restart may wait for them (PyTorch #135712).
+        # torchrun's own store keeps the addresses of ranks that died, and a restart may wait for them.
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
             raise InputError("--max-restarts needs --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
         device = torch.device("cuda", local_rank) if device.type == "cuda" else torch.device("cpu")
@@ -614,8 +591,8 @@ def run(given, device):
         set_epochs(s, corpus)
     finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
     if rank == 0 and len(finished) > 1:
-        print_rank0("steps to each validation target, interpolated between evaluations; the ratio to the first model:")
-        print_rank0(report.targets_table([report.read_log(f) for f in finished]))
+        print_rank0("steps to each validation target, interpolated between evaluations; the ratio to the first model:\n"
+                    + report.targets_table([report.read_log(f) for f in finished]))  # fmt: skip
 
 
 if __name__ == "__main__":
