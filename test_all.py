@@ -200,16 +200,6 @@ def test_initial_state_is_optional_and_chunks_join():
     torch.testing.assert_close(last, end, atol=1e-5, rtol=0)
 
 
-def test_gradients_of_one_output_alone():
-    """The state without the outputs, and the outputs without the state, as when a training step drops the state."""
-    inputs = [x.requires_grad_() for x in selective_inputs(2, 40, 3, 4)]
-    for i in (0, 1):
-        found = torch.autograd.grad(kernels.selective_scan(*inputs)[i].sum(), inputs, allow_unused=True)
-        expected = torch.autograd.grad(kernels.selective_scan_reference(*inputs)[i].sum(), inputs, allow_unused=True)
-        for x, y in zip(found, expected):
-            torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
-
-
 def test_scans_are_deterministic_and_write_every_output():
     """The same bits twice, with uninitialised memory filled with NaN."""
     torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
@@ -614,11 +604,16 @@ def test_phase_gradients_are_the_derivatives():
         assert torch.autograd.gradcheck(phase("chunks", real), leaves, fast_mode=True)
 
 
-def test_phase_memory_of_one_output_alone():
+@pytest.mark.parametrize("operation", ["selective_scan", "phase_memory"])
+def test_gradients_of_one_output_alone(operation):
+    """The state without the outputs, and the outputs without the state, as when a training step drops the state."""
+    inputs = selective_inputs(2, 40, 3, 4) if operation == "selective_scan" else phase_inputs(1, 2, 70, 3)
+    inputs = [x.requires_grad_() for x in inputs]
     for i in (0, 1):
-        inputs = [x.requires_grad_() for x in phase_inputs(1, 2, 70, 3)]
-        found = torch.autograd.grad(kernels.phase_memory(*inputs)[i].sum(), inputs, allow_unused=True)
-        expected = torch.autograd.grad(kernels.phase_memory_reference(*inputs)[i].sum(), inputs, allow_unused=True)
+        found, expected = (
+            torch.autograd.grad(getattr(kernels, name)(*inputs)[i].sum(), inputs, allow_unused=True)
+            for name in (operation, f"{operation}_reference")
+        )
         for x, y in zip(found, expected):
             torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
 
@@ -4126,6 +4121,8 @@ def test_late_metric(tmp_path):
         report.late_losses([{"event": "val", "val_loss": 1.0}])
     table = report.epochs_table([events])
     assert "| pam | 5m | 1 | 3 | 2.6000 | 2.8000 | 13.46 |" in table
+    high = write_epochs(tmp_path / "high", "pam", 10**6, [9.9, 9.8] * 3)  # and 10.4 before the end of each epoch
+    assert "| 9.8000 | 9.9000 |" in report.epochs_table([high])
 
 
 def test_power_laws_and_their_crossing(program, tmp_path):
