@@ -75,6 +75,11 @@ def command_line(main):
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as e:
+        if not isinstance(e, MemoryError) and not re.search("out of memory|allocate", str(e)):
+            raise
+        print("error: out of memory: take a smaller model, batch or length", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -5,7 +5,8 @@
     python report.py runs/pam* runs/sam* --scaling scaling.png    runs in epochs: losses, power laws and their crossing
 
 Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section
-8.1 and tables 5-6. bpc, bits per character, is the loss in nats per byte divided by ln 2.
+8.1 and tables 5-6. Losses in the logs are in nats per token; divided by ln 2 they are bpc, bits per character, if the tokens
+are bytes, and else bits a token.
 """
 
 import json
@@ -100,8 +101,9 @@ def read_log(path):
     with explain(f"read the log {path}"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     events = [e for e in map(_event, lines) if e]
-    if not events or events[0]["event"] != "header" or not {"settings", "data", "params"} <= events[0].keys():
-        raise InputError(f"{path} is not a log of train.py: its first line is no header")
+    parts = [events[0].get(key) for key in ("settings", "data", "params")] if events else []
+    if not parts or events[0]["event"] != "header" or not all(isinstance(part, dict) and part for part in parts):
+        raise InputError(f"{path} is not a log of train.py or tasks.py: its first line is no header")
     if len(events) < len(lines):
         print(f"note: {len(lines) - len(events)} unreadable lines of {path} are left out", file=sys.stderr)
     return events
@@ -114,7 +116,8 @@ def _event(line):
     except ValueError:
         return None
     whole = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
-    return event if whole and isinstance(event.get("val_loss", 0.0), (int, float)) else None
+    numbers = (event.get(key, 0.0) for key in ("val_loss", "epoch")) if whole else ()
+    return event if whole and all(isinstance(x, (int, float)) for x in numbers) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -258,17 +261,38 @@ PAPER_TASKS = {
 PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", "decoder")
 
 
+def read_task_log(path):
+    """read_log of a run of tasks.py, checked: what belongs to it, and if it is finished all that the tables need."""
+    events = [e for e in read_log(path) if e["event"] in ("header", "train", "eval", "final")]
+    try:
+        header, s = events[0], events[0]["settings"]
+        whole = {"model", "task", "seed", "epochs", "train_length"} <= s.keys() and header["params"]["total"] > 0
+        whole = whole and max(header["data"]["shares"]) <= 1
+        if events[-1]["event"] == "final":
+            lengths = {e["length"]: len(e["acc_by_pos"]) for e in events if e["event"] == "eval" and e["acc"] <= 1}
+            whole = whole and lengths == {n: n for n in s["lengths"]} and events[-1]["skipped"] >= 0
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise InputError(f"{path} is a damaged log: parts of a run of tasks.py are missing")
+    return events
+
+
+def protocol(events):
+    """What runs must have in common to stand in one table."""
+    return {k: v for k, v in events[0]["settings"].items() if k not in ("model", "task", "seed")}
+
+
 def group_tasks(logs):
     """{task: {model: {seed: events}}}, the paper's models first. Raises InputError if the runs do not belong together."""
     known = {model: i for i, model in enumerate(PAPER_ORDER)}
     logs = sorted(logs, key=lambda e: (known.get(e[0]["settings"]["model"], len(known)), e[0]["settings"]["seed"]))
-    groups, first = {}, {k: v for k, v in logs[0][0]["settings"].items() if k not in ("model", "task", "seed")}
+    groups, first = {}, protocol(logs[0])
     for events in logs:
         s = events[0]["settings"]
-        other = [k for k in first if s.get(k) != first[k]]
-        if other:
-            k = other[0]
-            raise InputError(f"runs of different protocols do not go into one table: {k} is {first[k]} and {s.get(k)}")
+        for k, v in first.items():
+            if s.get(k) != v:
+                raise InputError(f"runs of different protocols do not go into one table: {k} is {v} and {s.get(k)}")
         if events[-1]["event"] != "final":
             raise InputError(f"the run of {s['model']} on {s['task']}, seed {s['seed']}, is not finished: run it again")
         if groups.setdefault(s["task"], {}).setdefault(s["model"], {}).setdefault(s["seed"], events) is not events:
@@ -402,7 +426,9 @@ def plot_dynamics(groups, model, path):
         for i, (seed, events) in enumerate(runs.items()):
             train = [e for e in events if e["event"] == "train"]
             epochs, colour = [e["epoch"] for e in train], COLOURS[i % len(COLOURS)]
-            top.semilogy(epochs, [e["grad_max"] for e in train], color=colour, lw=1, label=f"seed {seed}")
+            top.semilogy(
+                epochs, [e["grad_max"] for e in train], color=colour, lw=1, label=f"seed {seed}" if i < 10 else None
+            )
             bottom.plot(epochs, [e["acc"] for e in train], color=colour, lw=1)
         top.set_title(f"{model}, {task}", fontsize=10)
         bottom.set(xlabel="epoch")
@@ -689,6 +715,9 @@ def main():
         print(f"wrote {args.scaling}")
         return
     if of_tasks[0]:
+        logs = [read_task_log(run) for run in args.runs]
+        if args.out and Path(args.out).suffix:
+            raise InputError(f"--out {args.out} must be a folder: tables and figures of tasks go into it")
         text, paths = task_report(logs, Path(args.out)) if args.out else (task_tables(logs), [])
     elif args.out and Path(args.out).suffix != ".png":
         raise InputError(f"--out {args.out} must end in .png")

@@ -1,6 +1,6 @@
 """Three tasks with a discrete state: train on short sequences, test on longer ones.
 
-    python tasks.py --task mod3                                     CSP-Vanilla, 40 epochs: two minutes
+    python tasks.py --task mod3                                     CSP-Vanilla, 40 epochs: a minute or two
     python tasks.py --task parity --model csp-fast,rnn,hmamba --seeds 1-3
     python tasks.py --task all --model all --seeds 42-46 --epochs 300     the paper's tables 1-5
 
@@ -21,8 +21,10 @@ csp-fast:scan=printed. Finished runs are kept and not repeated: the same command
 
 import json
 import math
+import os
 import re
 import statistics
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -40,10 +42,11 @@ import report
 import sample
 from data import InputError, Parser, command_line
 
-PAPER_TASKS = ("parity", "mod3", "dyck1")
 STEPS = 78  # full batches in 5,000 samples, CSP section 3.1
 CLIP, L2 = 1.0, 1e-7  # CSP section 3.1; appendix E.3 says 1e-4
 EVAL_SAMPLES, WATCH_SAMPLES = 1000, 256  # at the end; while training
+EVAL_SYMBOLS = 16384  # in a pass of the evaluation
+LONGEST = {"dyck1": 4096}  # its table of chances has length^2 entries
 
 
 @dataclass
@@ -152,30 +155,36 @@ def batches(task, seeds, n, length, stream, device):
 def accuracy(model, task, seeds, n, length, device):
     """Share of right answers by position, (S, length). Epoch 0, which training does not use, holds these sequences."""
     x, y = batches(task, seeds, n, length, (0, length), device)
-    right = [model(x_part).argmax(-1) == y_part for x_part, y_part in zip(x.split(250, 1), y.split(250, 1))]
+    parts = zip(*(z.split(max(1, EVAL_SYMBOLS // length), 1) for z in (x, y)))
+    right = [model(x_part).argmax(-1) == y_part for x_part, y_part in parts]
     return torch.cat(right, 1).float().mean(1).cpu()
 
 
 def update(model, optimizer, loss):
-    """One step for all seeds. loss (S,). A seed whose gradient is not finite keeps its weights and its optimizer state.
+    """One step of Adam for all seeds. loss (S,). A seed whose gradient is not finite keeps its weights and moments; only the
+    count of steps, for the bias correction of the moments, is common to all.
 
     Returns the gradient norms before clipping, (S,)."""
     optimizer.zero_grad()
     loss.sum().backward()
-    S, grads = len(loss), [p.grad for p in model.parameters()]
-    norm = torch.stack([g.reshape(S, -1).square().sum(1) for g in grads]).sum(0).sqrt()
-    good = norm.isfinite()
+    S, parameters = len(loss), list(model.parameters())
+    norm = torch.stack([p.grad.reshape(S, -1).square().sum(1) for p in parameters]).sum(0).sqrt()
+    bad = ~norm.isfinite()
+    if bad.all():
+        return norm
     scale = (CLIP / (norm + 1e-6)).clamp(max=1)
-    for g in grads:
-        g.mul_(scale[0] if S == 1 else scale.view(S, *[1] * (g.dim() - 1)))
-    if good.all():
-        optimizer.step()
-    elif good.any():
-        moments = [v for state in optimizer.state.values() for v in (state["exp_avg"], state["exp_avg_sq"])]
-        kept = [(v, v[~good].clone()) for v in [*(p.data for p in model.parameters()), *moments]]
-        optimizer.step()
-        for v, old in kept:
-            v[~good] = old
+    for p in parameters:
+        p.grad.mul_(scale[0] if S == 1 else scale.view(S, *[1] * (p.dim() - 1)))
+    if bad.any():
+        moments = [(p, key) for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+        weights = [p.data[bad] for p in parameters]
+        kept = [optimizer.state[p][key][bad] if optimizer.state[p] else 0.0 for p, key in moments]  # none before step 1
+    optimizer.step()
+    if bad.any():
+        for p, old in zip(parameters, weights):
+            p.data[bad] = old
+        for (p, key), old in zip(moments, kept):
+            optimizer.state[p][key][bad] = old
     return norm
 
 
@@ -271,7 +280,7 @@ def parse_seeds(text):
     """ "42-46" or "1,2,7" -> a list. Raises InputError."""
     seeds = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
         if not found:
             raise InputError(f"--seeds {text!r} is no list of numbers and ranges, such as 42-46 or 1,2,7")
         first, last = int(found[1]), int(found[2] or found[1])
@@ -298,10 +307,13 @@ def run_folder(out, s):
 
 
 def finished(folder, s):
-    """The log of a finished run in `folder`, or None. Raises InputError if its settings were others."""
+    """The log of a finished run in `folder`, or None. Raises InputError if it is damaged, or its settings were others."""
     if not (folder / "log.jsonl").exists():
         return None
-    events = report.read_log(folder)
+    try:
+        events = report.read_task_log(folder)
+    except InputError as e:
+        raise InputError(f"{e}; remove {folder}, and the run is trained again") from None
     before, now = events[0]["settings"], asdict(s)
     if before != now:
         changed = [f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k]]
@@ -319,6 +331,11 @@ def save(folder, events):
         data.replace_file(folder / "log.jsonl", lambda f: f.write(text))
 
 
+def names(text, all_of):
+    """A comma-separated list; "all" in it stands for `all_of`."""
+    return [name for part in text.split(",") for name in (all_of if part.strip() == "all" else [part.strip()])]
+
+
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("--task", default="mod3", help="a task, a comma-separated list, or all (default: %(default)s)")
@@ -333,15 +350,20 @@ def main():
     parser.add_argument("--out", help="folder for runs, tables and figures (default: runs/tasks-EPOCHS)")
     args = parser.parse_args()
     seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
-    models = list(csp.MODELS) if args.model == "all" else args.model.split(",")
-    tasks = PAPER_TASKS if args.task == "all" else args.task.split(",")
+    models, tasks = names(args.model, csp.MODELS), names(args.task, report.PAPER_TASKS)
+    longest = max(args.train_length, *lengths)
     wrong = [
+        (os.environ.get("WORLD_SIZE", "1") != "1", "the tasks are trained by one process: start it without torchrun"),
         (args.epochs < 1, "--epochs must be at least 1"),
         (not 1 <= args.train_length <= 65536, "--train_length must lie between 1 and 65536"),
         (args.batch < 1, "--batch must be at least 1"),
         (not 0 < args.lr < math.inf, "--lr must be above 0"),
         (len(set(models)) < len(models), "--model names a model twice"),
         (len(set(tasks)) < len(tasks), "--task names a task twice"),
+    ]
+    wrong += [
+        (longest > LONGEST.get(task, longest), f"--task {task} takes lengths up to {LONGEST.get(task)}")
+        for task in tasks
     ]
     for is_wrong, message in wrong:
         if is_wrong:
@@ -350,29 +372,34 @@ def main():
     for task in tasks:
         for spec in models:
             build(spec, num_classes(task), seeds[:1])  # before any work: is each spec right?
-    out, logs = Path(args.out or f"runs/tasks-{args.epochs}"), []
+    out = Path(args.out or f"runs/tasks-{args.epochs}")
+    with data.explain(f"write into {out}"):  # not to be found out after hours
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     for task in tasks:
         for spec in models:
             settings = [
                 Settings(spec, task, seed, args.epochs, args.train_length, lengths, args.batch, args.lr)
                 for seed in seeds
             ]
-            done = {s.seed: finished(run_folder(out, s), s) for s in settings}
-            todo = [s for s in settings if done[s.seed] is None]
+            todo = [s for s in settings if finished(run_folder(out, s), s) is None]
             together = len(todo) if spec.split(":")[0] in csp.MODELS else 1
             for i in range(0, len(todo), max(1, together)):
                 group = todo[i : i + together]
                 trained = train(group[0], [s.seed for s in group], device)
                 for s, events in zip(group, trained):
                     save(run_folder(out, s), events)
-                    done[s.seed] = events
                 mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in lengths}
+                skipped = sum(events[-1]["skipped"] for events in trained)
                 print(f"{spec} on {task}, seeds {','.join(str(s.seed) for s in group)}: {events[-1]['time_s']:.0f} s, "
-                      f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}", flush=True)  # fmt: skip
-            logs += done.values()
-    text, paths = report.task_report(logs, out)
+                      f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
+                      + f"; {skipped} steps skipped, as their gradients were not finite" * bool(skipped), flush=True)  # fmt: skip
+    # All that is finished here under the same protocol, so that tables and figures hold more than the last command's runs.
+    logs = [report.read_task_log(log) for log in sorted(out.glob("*/log.jsonl"))]
+    here = [log for log in logs if report.protocol(log) == report.protocol([{"settings": asdict(settings[0])}])]
+    text, paths = report.task_report([log for log in here if log[-1]["event"] == "final"], out)
     # A quick run prints what matters: the first table of each task; the file has all.
-    print(text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip())
+    print(text if len(here) <= 12 else text.split("### Every seed")[0].rstrip())
     print(f"\nwrote {', '.join(map(str, paths))}")
 
 

@@ -11,7 +11,7 @@
     python train.py --task mod3                                state tracking: hands over to tasks.py and its flags
 
 Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section 7
-and table 4. Losses are in nats per token; bpc, bits per character, is that divided by ln 2.
+and table 4. Losses are in nats per token; divided by ln 2 they are bpc, bits per character, if the tokens are bytes.
 """
 
 import argparse
@@ -82,7 +82,9 @@ class Settings:
 
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
-    tokens: str = flag(None, "bytes, or gpt2: GPT-2's BPE (default: bytes; gpt2 for wikitext103)", choices=TOKENS)
+    tokens: str = flag(
+        None, "bytes, or gpt2: GPT-2's BPE (default: bytes; gpt2 for wikitext103 and .tokens files)", choices=TOKENS
+    )
     size: str = flag(None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
@@ -135,7 +137,7 @@ def resolve(given, model, size, seed, device):
     if size not in PROTOCOLS:
         raise InputError(f"unknown size {size!r}; known: {', '.join(PROTOCOLS)}")
     s = Settings(**given | {"model": model, "size": size, "seeds": seed})
-    s.tokens = s.tokens or ("gpt2" if s.data == "wikitext103" else "bytes")
+    s.tokens = s.tokens or ("gpt2" if s.data == "wikitext103" or s.data.endswith(".tokens") else "bytes")
     protocol = dict(PROTOCOLS[size])
     if size == "253m":
         protocol["steps"] = PAPER_STEPS.get(s.data, protocol["steps"])
@@ -253,8 +255,7 @@ def evaluate(model, tokens, index, s, device):
     model.eval()
     nats, mine = 0.0, index[rank::world]
     for i in range(0, len(mine), s.micro):
-        x, y = data.get_windows(tokens, s.seq, mine[i : i + s.micro])
-        x, y = x.to(device), y.to(device)
+        x, y = (z.to(device) for z in data.get_windows(tokens, s.seq, mine[i : i + s.micro]))
         with autocast(s, device):
             nats += model(x, y)[1].item() * y.numel()
     model.train()
@@ -331,9 +332,8 @@ def train(s, corpus, device, single, checkpoint=None):
     if s.compile:
         for layer in model.layers:
             layer.compile()
-    network = model
-    if world > 1:
-        network = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    ids = [device.index] if device.type == "cuda" else None
+    network = DistributedDataParallel(model, device_ids=ids) if world > 1 else model
 
     train_tokens, val_tokens = corpus.split("train"), corpus.split("val")
     windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
@@ -378,13 +378,13 @@ def train(s, corpus, device, single, checkpoint=None):
     bar = tqdm(total=end, initial=step, unit="step", disable=not show, dynamic_ncols=True)
     clock, clock_step, begin, begin_step = time.perf_counter(), step, time.perf_counter(), step
     while step < end:
+        lr = learning_rate(step, s)
         for group in optimizer.param_groups:
-            group["lr"] = lr = learning_rate(step, s)
+            group["lr"] = lr
         index = data.train_index(windows, int(s.seeds), step, s.batch)[rank * local : (rank + 1) * local]
         nats = 0.0
         for i in range(0, local, s.micro):
-            x, y = data.get_windows(train_tokens, s.seq, index[i : i + s.micro])
-            x, y = x.to(device), y.to(device)
+            x, y = (z.to(device) for z in data.get_windows(train_tokens, s.seq, index[i : i + s.micro]))
             with network.no_sync() if world > 1 and i + s.micro < local else contextlib.nullcontext():
                 with autocast(s, device):
                     loss = network(x, y)[1]
@@ -495,8 +495,8 @@ def told_by_its_rank():
 
 
 def load_data(s):
-    """Rank 0 prepares a corpus, the others then find it; a fault is told once."""
-    broadcast_from_rank0(lambda: data.load(s.data, s.seq, tokens=s.tokens) and None)
+    """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it; a fault is told once."""
+    broadcast_from_rank0(lambda: data.codec(data.load(s.data, s.seq, tokens=s.tokens).vocab_size) and None)
     with told_by_its_rank():
         return data.load(s.data, s.seq, tokens=s.tokens)
 
