@@ -19,16 +19,37 @@ Complex numbers are real pairs: the last axis holds (re, im).
 
 Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
 (float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs.
-The torch paths are registered as custom operators, so that torch.compile, autocast, activation checkpointing and DDP
-see one opaque node each; gradients are reverse mode only, once. `python kernels.py` checks them on the present device.
+All paths are registered as custom operators, so that torch.compile, autocast, activation checkpointing and DDP see one
+opaque node each; gradients are reverse mode only, once.
+
+backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64,
+            else "torch". "triton", "torch" and "reference" (a float64 loop) force one; so does the environment variable
+            NANOHILBERT_BACKEND for every call that does not say.
+
+    python kernels.py             checks every operation on the present device against its reference
+    python kernels.py --compile   compiles the Triton kernels for sm_80 and sm_90 without a GPU: registers, instructions
 """
 
+import argparse
+import os
+import re
+import subprocess
 import time
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # as on macOS and Windows: the torch paths do the work
+    triton = None
 
 CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
 
@@ -45,6 +66,45 @@ def _expect_shape(name, x, *shapes):
 def _expect_one_of(name, value, *known):
     if value not in known:
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
+
+
+def _pick(backend, known, *tensors):
+    """The backend for these inputs: as told, as the environment says, or by device and dtype."""
+    _expect_one_of("backend", backend, None, *known)
+    if backend is None and os.environ.get("NANOHILBERT_BACKEND"):
+        backend = os.environ["NANOHILBERT_BACKEND"]
+        _expect_one_of("NANOHILBERT_BACKEND", backend, "torch", "triton", "reference")
+    float64 = _compute_dtype(*tensors) == torch.float64
+    if backend is None:
+        return "triton" if triton is not None and tensors[0].is_cuda and not float64 else "torch"
+    if backend == "triton":
+        if triton is None:
+            raise ValueError("backend='triton', but Triton is not installed (pip install triton; Linux only)")
+        if float64:
+            raise ValueError("backend='triton' computes in float32; give float32 inputs or take backend='torch'")
+        if not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1" and _recorded is None:
+            raise ValueError(
+                f"backend='triton' needs CUDA tensors (they are on {tensors[0].device}), or TRITON_INTERPRET=1"
+            )
+    return backend
+
+
+_recorded = None  # or a list, which takes the launches in place of the device
+
+
+def _launch(kernel, programs, *args, **constants):
+    """Every start of a Triton kernel, on one grid axis."""
+    if _recorded is not None:
+        return _recorded.append((kernel, args, constants))
+    device = next(x for x in args if isinstance(x, Tensor)).device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=True)
+
+
+def _matrix(x, rows):
+    """x as (rows, columns), columns next to each other; a view wherever the strides allow, as for a slice of the last axis."""
+    x = x.reshape(rows, -1)
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -223,6 +283,336 @@ def _complex_scan_vjp(ctx, grad, _):
 
 _complex_scan.register_autograd(_complex_scan_vjp, setup_context=_complex_scan_setup)
 
+# Triton. Programs share out (batch, segments of time, channels). Each walks over tiles of time by channels: an associative
+# scan inside the tile, the state carried from tile to tile. Where batch and channels alone would leave the chip idle, time is
+# cut into segments: a first pass finds the product and the end state of each, and every program composes those before its
+# own. a_t is formed in registers from (log_decay, theta), or from what H-Mamba's projection emits. The backward walks from
+# the end to the start by index and forms a_t and a_{t+1} again.
+
+SCAN_TILE = 32, 32  # time, channels
+SCAN_PROGRAMS = 512  # below this, time is cut into segments: about four for each multiprocessor of an A100 or H100
+
+if triton is not None:
+
+    @triton.jit
+    def _compose(a1_re, a1_im, b1_re, b1_im, a2_re, a2_im, b2_re, b2_im):
+        """The map h -> a2 (a1 h + b1) + b2: one step after another."""
+        return (
+            a2_re * a1_re - a2_im * a1_im,
+            a2_re * a1_im + a2_im * a1_re,
+            a2_re * b1_re - a2_im * b1_im + b2_re,
+            a2_re * b1_im + a2_im * b1_re + b2_im,
+        )
+
+    @triton.jit
+    def _compose_real(a1, b1, a2, b2):
+        return a2 * a1, a2 * b1 + b2
+
+    @triton.jit
+    def _cos_sin(x):
+        """cos x and sin x to 2e-7 for |x| < 1e5, without the branches and the local memory of the library's. x = k pi/2 + r
+        with pi/2 in three parts (Cody and Waite), then the polynomials of Cephes for |r| < pi/4."""
+        k = tl.floor(x * 0.6366197723675814 + 0.5)
+        r = tl.fma(k, -1.5703125, x)
+        r = tl.fma(k, -4.837512969970703e-4, r)
+        r = tl.fma(k, -7.549789948768648e-8, r)
+        z = r * r
+        sin = r + r * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
+        cos = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 - z * (1.388731625493765e-3 - z * 2.443315711809948e-5))
+        quadrant = k.to(tl.int32)
+        odd = quadrant & 1 == 1
+        cos, sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+        return tl.where((quadrant + 1) & 2 == 0, cos, -cos), tl.where(quadrant & 2 == 0, sin, -sin)
+
+    @triton.jit
+    def _load(ptr, row, stride, column, mask):
+        return tl.load(ptr + row * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _scan_place(T, H, N, tiles, segments, TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+        """Where this program works: its row of the batch, the head and the channel of each column (WIDTH columns a head,
+        of which N are used), which columns there are, its segment, and that segment's first and last-but-one time."""
+        blocks = tl.cdiv(H, CHANNELS // WIDTH)
+        batch, rest = tl.program_id(0) // (blocks * segments), tl.program_id(0) % (blocks * segments)
+        column = tl.arange(0, CHANNELS)
+        head, n = rest % blocks * (CHANNELS // WIDTH) + column // WIDTH, column % WIDTH
+        first = rest // blocks * tiles * TIME
+        end = tl.minimum(first + tiles * TIME, T)
+        return batch.to(tl.int64), head, head * N + n, (head < H) & (n < N), rest // blocks, first, end
+
+    @triton.jit
+    def _scan_transition(x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, mask, x_row, y_row, dt_row):
+        """a_t, and 1 outside the mask: exp(x) if y is None, exp(x + i y) if dt is None, else H-Mamba's, without an angle:
+        sigmoid(x) (1 + i phi) / (1 - i phi) with phi = dt / 2 (y + omega), QS Algorithm 1 and eq. 3."""
+        if dt_ptr is None:
+            modulus = tl.exp(_load(x_ptr, row, x_row, c, mask))
+            if y_ptr is None:
+                a_re, a_im = modulus, modulus
+            else:
+                cos, sin = _cos_sin(_load(y_ptr, row, y_row, c, mask))
+                a_re, a_im = modulus * cos, modulus * sin
+        else:
+            omega = tl.load(omega_ptr + c[None, :], mask=mask, other=0.0)
+            phi = 0.5 * _load(dt_ptr, row, dt_row, head, mask) * (_load(y_ptr, row, y_row, c, mask) + omega)
+            scale = 1.0 + phi * phi
+            if x_ptr is not None:
+                scale *= 1.0 + tl.exp(-_load(x_ptr, row, x_row, c, mask))
+            scale = tl.where(mask, 1.0 / scale, 1.0)  # alpha / (1 + phi^2)
+            a_re, a_im = scale * (1.0 - phi * phi), scale * 2.0 * phi
+        return a_re, a_im
+
+    @triton.jit
+    def _scan_tile(x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, batch, start, first, end, T, head, c, used, x_row, y_row, dt_row, b_row,
+                   TIME: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
+        """The associative scan of one tile whose first step is number `start` of the segment: row numbers, mask, the
+        products of a and the states from zero. With REVERSE, time runs backwards from the end, through conj(a_{t+1})."""
+        t = end - 1 - start - tl.arange(0, TIME) if REVERSE else first + start + tl.arange(0, TIME)
+        inside = (t >= first) & (t < end)
+        row = (batch * T + t)[:, None]
+        mask = inside[:, None] & used[None, :]
+        if REVERSE:  # nothing follows the last step
+            follows = mask & (t + 1 < T)[:, None]
+            a_re, a_im = _scan_transition(
+                x_ptr, y_ptr, dt_ptr, omega_ptr, row + 1, head, c, follows, x_row, y_row, dt_row
+            )
+            a_im = -a_im
+        else:
+            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, mask, x_row, y_row, dt_row)
+        if y_ptr is None:
+            b_re = _load(b_ptr, row, b_row, c, mask)
+            a_re, b_re = tl.associative_scan((a_re, b_re), 0, _compose_real)
+            a_im, b_im = a_re, b_re
+        else:
+            b_re, b_im = _load(b_ptr, row, b_row, 2 * c, mask), _load(b_ptr, row, b_row, 2 * c + 1, mask)
+            a_re, a_im, b_re, b_im = tl.associative_scan((a_re, a_im, b_re, b_im), 0, _compose)
+        return t, row, mask, a_re, a_im, b_re, b_im
+
+    @triton.jit
+    def _scan_after(a_re, a_im, b_re, b_im, h_re, h_im, REAL: tl.constexpr):
+        """a h + b"""
+        if REAL:
+            out_re = a_re * h_re + b_re
+            out_im = out_re
+        else:
+            out_re, out_im = a_re * h_re - a_im * h_im + b_re, a_re * h_im + a_im * h_re + b_im
+        return out_re, out_im
+
+    @triton.jit
+    def _last(x, ROWS: tl.constexpr):
+        return tl.sum(tl.where((tl.arange(0, ROWS) == ROWS - 1)[:, None], x, 0.0), 0)
+
+    @triton.jit
+    def _load_pair(ptr, index, mask, REAL: tl.constexpr):
+        if REAL:
+            re = tl.load(ptr + index, mask=mask, other=0.0)
+            im = re
+        else:
+            re = tl.load(ptr + 2 * index, mask=mask, other=0.0)
+            im = tl.load(ptr + 2 * index + 1, mask=mask, other=0.0)
+        return re, im
+
+    @triton.jit
+    def _store_pair(ptr, index, re, im, mask, REAL: tl.constexpr):
+        if REAL:
+            tl.store(ptr + index, re, mask=mask)
+        else:
+            tl.store(ptr + 2 * index, re, mask=mask)
+            tl.store(ptr + 2 * index + 1, im, mask=mask)
+
+    @triton.jit
+    def _scan_summary_kernel(x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, product_ptr, state_ptr, T, H, N, tiles, segments,
+                             x_row, y_row, dt_row, b_row, REVERSE: tl.constexpr,
+                             TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        """The product of a and the state from zero of every segment, (B, segments, C) each."""
+        REAL: tl.constexpr = y_ptr is None
+        batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        p_re, p_im = tl.full((CHANNELS,), 1.0, tl.float32), tl.zeros((CHANNELS,), tl.float32)
+        h_re, h_im = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+        for tile in range(tiles):
+            _, _, _, a_re, a_im, b_re, b_im = _scan_tile(
+                x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                x_row, y_row, dt_row, b_row, TIME, REVERSE)  # fmt: skip
+            a_re, a_im, b_re, b_im = _last(a_re, TIME), _last(a_im, TIME), _last(b_re, TIME), _last(b_im, TIME)
+            h_re, h_im = _scan_after(a_re, a_im, b_re, b_im, h_re, h_im, REAL)
+            p_re, p_im = _scan_after(a_re, a_im, 0.0, 0.0, p_re, p_im, REAL)
+        index = (batch * segments + segment) * H * N + c
+        _store_pair(product_ptr, index, p_re, p_im, used, REAL)
+        _store_pair(state_ptr, index, h_re, h_im, used, REAL)
+
+    @triton.jit
+    def _scan_start(
+        product_ptr, state_ptr, batch, begin, count, step, segments, C, c, used, h_re, h_im, REAL: tl.constexpr
+    ):
+        """The state after `count` segments from `begin` on, in the order of `step`."""
+        for k in range(count):
+            index = (batch * segments + begin + k * step) * C + c
+            p_re, p_im = _load_pair(product_ptr, index, used, REAL)
+            s_re, s_im = _load_pair(state_ptr, index, used, REAL)
+            h_re, h_im = _scan_after(p_re, p_im, s_re, s_im, h_re, h_im, REAL)
+        return h_re, h_im
+
+    @triton.jit
+    def _scan_forward_kernel(x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, product_ptr, state_ptr, h0_ptr, h_ptr,
+                             T, H, N, tiles, segments, x_row, y_row, dt_row, b_row,
+                             TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        REAL: tl.constexpr = y_ptr is None
+        batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        C = H * N
+        h_re, h_im = _load_pair(h0_ptr, batch * C + c, used, REAL)
+        h_re, h_im = _scan_start(product_ptr, state_ptr, batch, 0, segment, 1, segments, C, c, used, h_re, h_im, REAL)
+        for tile in range(tiles):
+            _, row, mask, a_re, a_im, b_re, b_im = _scan_tile(
+                x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                x_row, y_row, dt_row, b_row, TIME, False)  # fmt: skip
+            b_re, b_im = _scan_after(a_re, a_im, b_re, b_im, h_re[None, :], h_im[None, :], REAL)
+            _store_pair(h_ptr, row * C + c[None, :], b_re, b_im, mask, REAL)
+            h_re, h_im = _last(b_re, TIME), _last(b_im, TIME)
+
+    @triton.jit
+    def _scan_backward_kernel(x_ptr, y_ptr, dt_ptr, omega_ptr, grad_ptr, product_ptr, state_ptr, h0_ptr, h_ptr,
+                              dx_ptr, dy_ptr, ddt_ptr, domega_ptr, db_ptr, dh0_ptr,
+                              T, H, N, tiles, segments, x_row, y_row, dt_row, grad_row,
+                              TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        REAL: tl.constexpr = y_ptr is None
+        batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        C = H * N
+        g_re, g_im = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+        g_re, g_im = _scan_start(product_ptr, state_ptr, batch, segments - 1, segments - 1 - segment, -1, segments,
+                                 C, c, used, g_re, g_im, REAL)  # fmt: skip
+        omega_sum = tl.zeros((CHANNELS,), tl.float32)
+        for tile in range(tiles):
+            t, row, mask, a_re, a_im, b_re, b_im = _scan_tile(
+                x_ptr, y_ptr, dt_ptr, omega_ptr, grad_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                x_row, y_row, dt_row, grad_row, TIME, True)  # fmt: skip
+            b_re, b_im = _scan_after(a_re, a_im, b_re, b_im, g_re[None, :], g_im[None, :], REAL)  # g_t
+            g_re, g_im = _last(b_re, TIME), _last(b_im, TIME)
+            index = row * C + c[None, :]
+            _store_pair(db_ptr, index, b_re, b_im, mask, REAL)
+            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, mask, x_row, y_row, dt_row)
+            c_re, c_im = _scan_after(a_re, -a_im, 0.0, 0.0, b_re, b_im, REAL)  # conj(a_t) g_t, carried into h_{t-1}
+            later = (t > 0)[:, None]
+            h_re, h_im = _load_pair(h_ptr, index - C, mask & later, REAL)
+            h0_re, h0_im = _load_pair(h0_ptr, batch * C + c, used, REAL)
+            h_re, h_im = tl.where(later, h_re, h0_re[None, :]), tl.where(later, h_im, h0_im[None, :])
+            if REAL:
+                tl.store(dx_ptr + index, h_re * c_re, mask=mask)
+            else:
+                dlog_decay, dtheta = h_re * c_re + h_im * c_im, h_re * c_im - h_im * c_re  # conj(h_{t-1}) conj(a_t) g_t
+                if dt_ptr is None:
+                    tl.store(dx_ptr + index, dlog_decay, mask=mask)
+                    tl.store(dy_ptr + index, dtheta, mask=mask)
+                else:
+                    if x_ptr is not None:  # d log sigmoid(x) / dx = sigmoid(-x)
+                        dx = dlog_decay / (1.0 + tl.exp(_load(x_ptr, row, x_row, c, mask)))
+                        tl.store(dx_ptr + index, dx, mask=mask)
+                    dt = _load(dt_ptr, row, dt_row, head, mask)
+                    shifted = _load(y_ptr, row, y_row, c, mask) + tl.load(omega_ptr + c[None, :], mask=mask, other=0.0)
+                    phi = 0.5 * dt * shifted
+                    dphi = tl.where(mask, 2.0 * dtheta / (1.0 + phi * phi), 0.0)  # theta = 2 atan(phi)
+                    tl.store(dy_ptr + index, 0.5 * dt * dphi, mask=mask)
+                    omega_sum += tl.sum(0.5 * dt * dphi, 0)
+                    ddt = tl.sum(tl.reshape(0.5 * shifted * dphi, (TIME, CHANNELS // WIDTH, WIDTH)), 2)
+                    head_of = tl.min(tl.reshape(head, (CHANNELS // WIDTH, WIDTH)), 1)
+                    ddt_mask = ((t >= first) & (t < end))[:, None] & (head_of < H)[None, :]
+                    tl.store(ddt_ptr + row * H + head_of[None, :], ddt, mask=ddt_mask)
+        if dt_ptr is not None:
+            tl.store(domega_ptr + (batch * segments + segment) * C + c, omega_sum, mask=used)
+        if segment == 0:
+            row = (batch * T + tl.arange(0, 1))[:, None]
+            a_re, a_im = _scan_transition(
+                x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, used[None, :], x_row, y_row, dt_row
+            )
+            h_re, h_im = _scan_after(a_re, -a_im, 0.0, 0.0, g_re[None, :], g_im[None, :], REAL)
+            _store_pair(dh0_ptr, (batch * C + c)[None, :], h_re, h_im, used[None, :], REAL)
+
+
+def _scan_arguments(x, y, dt, omega, b):
+    """Matrices of rows (B T), their strides, and how the work is cut, for both directions of the scan."""
+    B, T = b.shape[:2]
+    H, N = b.shape[2:4] if dt is not None else (b[0, 0].numel() // (1 if y is None else 2), 1)
+    x, y, dt, b = (None if tensor is None else _matrix(tensor, B * T) for tensor in (x, y, dt, b))
+    time, channels = SCAN_TILE
+    width = 1 << (N - 1).bit_length()
+    channels = max(channels, width)
+    tiles, programs = -(-T // time), B * -(-H * width // channels)
+    tiles = -(-tiles // max(1, min(tiles, SCAN_PROGRAMS // programs)))  # of a segment
+    segments = -(-T // (tiles * time))
+    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, dt, b)]
+    sizes = {"TIME": time, "CHANNELS": channels, "WIDTH": width}
+    return programs * segments, (x, y, dt, omega, b), (T, H, N, tiles, segments), strides, sizes
+
+
+def _scan_summary(programs, tensors, numbers, strides, sizes, h0, reverse):
+    """The product and the end state of each segment, or h0 twice where there is one and nobody reads them."""
+    if numbers[-1] == 1:
+        return h0, h0
+    product, state = h0.new_empty(2, len(h0), numbers[-1], *h0.shape[1:])
+    _launch(_scan_summary_kernel, programs, *tensors, product, state, *numbers, *strides, REVERSE=reverse, **sizes)
+    return product, state
+
+
+@custom_op("nanohilbert::triton_scan", mutates_args=())
+def _triton_scan(
+    x: Tensor | None, y: Tensor | None, dt: Tensor | None, omega: Tensor | None, b: Tensor, h0: Tensor
+) -> Tensor:
+    """(x, y) = (log_decay, theta), or (gate, delta) if dt and omega are given; h0 float32 and contiguous."""
+    programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, b)
+    h = h0.new_empty(b.shape)
+    between = _scan_summary(programs, tensors, numbers, strides, sizes, h0, False)
+    _launch(_scan_forward_kernel, programs, *tensors, *between, h0, h, *numbers, *strides, **sizes)
+    return h
+
+
+@custom_op("nanohilbert::triton_scan_backward", mutates_args=())
+def _triton_scan_backward(
+    grad: Tensor,
+    x: Tensor | None,
+    y: Tensor | None,
+    dt: Tensor | None,
+    omega: Tensor | None,
+    h: Tensor,
+    h0: Tensor,
+    b_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, grad)
+    between = _scan_summary(programs, tensors, numbers, strides, sizes, h0, True)
+    dx, dy, ddt, domega, db, dh0 = _scan_gradients(grad, x, y, dt, omega, h, h0, b_dtype)
+    if omega is not None:
+        domega = h0.new_empty(len(h0), numbers[-1], *omega.shape)  # of every segment
+    outputs = dx, dy, ddt, domega, db, dh0
+    _launch(_scan_backward_kernel, programs, *tensors, *between, h0, h, *outputs, *numbers, *strides, **sizes)
+    return dx, dy, ddt, domega.sum((0, 1)) if omega is not None else domega, db, dh0
+
+
+def _scan_gradients(grad, x, y, dt, omega, h, h0, b_dtype):
+    """Empty tensors for the gradients of x, y, dt, omega, b and h0."""
+    given = [h.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in (x, y, dt, omega)]
+    return *given, h.new_empty(h.shape, dtype=b_dtype), h0.new_empty(h0.shape)
+
+
+@_triton_scan.register_fake
+def _(x, y, dt, omega, b, h0):
+    return h0.new_empty(b.shape)
+
+
+_triton_scan_backward.register_fake(_scan_gradients)
+
+
+def _triton_scan_setup(ctx, inputs, output):
+    *transition, b, h0 = inputs
+    ctx.given, ctx.b_dtype = [x is not None for x in transition], b.dtype
+    ctx.save_for_backward(*(x for x in transition if x is not None), output, h0)
+
+
+def _triton_scan_vjp(ctx, grad):
+    saved = list(ctx.saved_tensors)
+    inputs = [saved.pop(0) if given else None for given in ctx.given]
+    *grads, grad_b, grad_h0 = _triton_scan_backward(grad, *inputs, *saved, ctx.b_dtype)
+    return *(x if given else None for x, given in zip(grads, ctx.given)), grad_b, grad_h0
+
+
+_triton_scan.register_autograd(_triton_scan_vjp, setup_context=_triton_scan_setup)
+
 
 def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     """Complex (or real) diagonal linear recurrence h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t, QS eq. 2.
@@ -233,16 +623,15 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         b: (B, T, C, 2) input, or (B, T, C) if theta is None.
         h0: (B, C, 2) or (B, C) state before the first step; None is zero.
         method: "exact", or "clamped" for QS Algorithm 2 as printed (chunks of 64, log-decay clamped at -30).
-        backend: of method="exact". None picks; "torch" or "reference" (float64 loop, float64 results) forces one.
+        backend: of method="exact": None, "torch", "triton" or "reference", as above.
     Any float dtype and strides.
 
     Returns:
         (h, hT): every state, in b's shape, and the last one; float32 (float64 if an input is).
     Raises:
-        ValueError: shapes that do not fit, T = 0, an unknown method or backend.
+        ValueError: shapes that do not fit, T = 0, an unknown method or backend, or one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
-    _expect_one_of("backend", backend, None, "torch", "reference")
     if log_decay.dim() != 3 or log_decay.shape[1] == 0:
         raise ValueError(f"log_decay must be (B, T, C) with T > 0, not {tuple(log_decay.shape)}")
     B, T = log_decay.shape[:2]
@@ -257,13 +646,65 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         if theta is None:
             raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
         return complex_scan_clamped(log_decay, theta, b, h0)
+    tensors = [x for x in (log_decay, b, theta, h0) if x is not None]
+    backend = _pick(backend, ("torch", "triton", "reference"), *tensors)
     if backend == "reference":
         return complex_scan_reference(log_decay, theta, b, h0)
-    dtype = _compute_dtype(log_decay, b, *(x for x in (theta, h0) if x is not None))
+    if backend == "triton":
+        h = _triton_scan(log_decay.expand(B, T, C), theta, None, None, b, _initial(h0, b[:, 0]))
+        return h, h[:, -1]
+    dtype = _compute_dtype(*tensors)
     h0 = torch.zeros_like(b[:, 0], dtype=dtype) if h0 is None else h0.to(dtype)
     theta = None if theta is None else theta.to(dtype)
     h, _ = _complex_scan(log_decay.to(dtype).expand(B, T, C), theta, b.to(dtype), h0)
     return h, h[:, -1]
+
+
+def _initial(h0, like):
+    """What the Triton kernels start from: float32, contiguous."""
+    return torch.zeros_like(like, dtype=torch.float32) if h0 is None else h0.float().contiguous()
+
+
+def cayley_scan(delta, dt, gate, omega, b, h0=None, backend=None):
+    """complex_scan with H-Mamba's transition, which never reaches memory on a GPU: log_decay = log sigmoid(gate) and
+    theta = 2 atan(phi) with phi = dt / 2 (delta + omega); QS Algorithm 1, eqs. 2 and 3.
+
+    Args:
+        delta: (B, T, H, N) logits, QS 5.2.               dt: (B, T, H) step size, one a head, QS 5.7.
+        gate: (B, T, H, N) logits; None: alpha = 1.       omega: (H, N) angular rates.
+        b: (B, T, H, N, 2) complex input.                 h0: (B, H, N, 2) state before the first step; None is zero.
+        backend: as complex_scan.
+    Any float dtype and strides; on a GPU views of one projection are read where they lie.
+
+    Returns:
+        (h, hT): every state (B, T, H, N, 2) and the last one; float32 (float64 if an input is).
+    Raises:
+        ValueError: as complex_scan.
+    """
+    if delta.dim() != 4 or delta.shape[1] == 0:
+        raise ValueError(f"delta must be (B, T, H, N) with T > 0, not {tuple(delta.shape)}")
+    B, T, H, N = delta.shape
+    _expect_shape("dt", dt, (B, T, H))
+    _expect_shape("omega", omega, (H, N))
+    _expect_shape("b", b, (B, T, H, N, 2))
+    if gate is not None:
+        _expect_shape("gate", gate, (B, T, H, N))
+    if h0 is not None:
+        _expect_shape("h0", h0, (B, H, N, 2))
+    tensors = [x for x in (delta, dt, gate, omega, b, h0) if x is not None]
+    backend = _pick(backend, ("torch", "triton", "reference"), *tensors)
+    if backend == "triton":
+        h = _triton_scan(gate, delta, dt, omega.float().contiguous(), b, _initial(h0, b[:, 0]))
+        return h, h[:, -1]
+    dtype = torch.float64 if backend == "reference" else _compute_dtype(*tensors)
+    # Under bf16 autocast the logits come in bf16; everything made of them from here on is float32.
+    phi = 0.5 * dt.to(dtype).unsqueeze(-1) * (delta.to(dtype) + omega.to(dtype))  # QS 5.2
+    # Algorithm 1, line 1 and eq. 3, the diagonal form of eq. 1: lambda = (1 + i phi) / (1 - i phi) has modulus 1 and
+    # this angle.
+    theta = (2 * phi.atan()).flatten(2)
+    log_decay = b.new_zeros(B, T, 1, dtype=dtype) if gate is None else F.logsigmoid(gate.to(dtype)).flatten(2)  # line 2
+    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), None if h0 is None else h0.flatten(1, 2), backend=backend)
+    return h.unflatten(2, (H, N)), last.unflatten(1, (H, N))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -961,6 +1402,8 @@ def check_cases():
 
     B, T, C, E, N = 2, 257, 48, 40, 16
     decay, theta, b, h0 = -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
+    cayley = *(rand(B, T, 3, N) for _ in range(3)), rand(3, N), rand(B, T, 3, N, 2), rand(B, 3, N, 2)
+    cayley = cayley[0], 0.1 * cayley[1][..., 0].sigmoid(), *cayley[2:]
     A = -torch.arange(1, N + 1).double().repeat(E, 1)
     selective = rand(B, T, E), F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N)
     qkv = tuple(rand(B, 2, T, N, 2) for _ in range(3))
@@ -968,6 +1411,7 @@ def check_cases():
     return [
         ("complex_scan", complex_scan, (decay, theta, b, h0)),
         ("complex_scan, unit modulus", complex_scan, (0 * decay, theta, b, h0)),
+        ("cayley_scan", cayley_scan, cayley),
         (
             "complex_scan, real",
             lambda a, b, h0, backend: complex_scan(a, None, b, h0, backend=backend),
@@ -981,33 +1425,128 @@ def check_cases():
     ]
 
 
-def main():
-    """Checks every operation on the present device against the float64 reference; exits with 1 if one is off."""
+def check_device():
+    """Checks every operation on the present device against the float64 reference; whether all are right."""
     device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name() if device == 'cuda' else device}")
-    print(
-        f"{'operation':28}{'output':>10}{'gradients':>11}{'ms':>9}   largest error / largest value; forward + backward"
-    )
-    failed = False
+    print("largest error / largest value; forward + backward\n")
+    print("| operation | backend | output | gradients | ms | |\n|---|---|---|---|---|---|")
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    right = True
     for name, function, inputs in check_cases():
-        results = {}
-        for backend, place, dtype in (("reference", "cpu", torch.float64), ("torch", device, torch.float32)):
+        exact = None
+        for backend in ("reference", "torch", "triton")[: 3 if device == "cuda" and triton is not None else 2]:
+            place, dtype = ("cpu", torch.float64) if backend == "reference" else (device, torch.float32)
             leaves = [x.to(dtype).to(place).requires_grad_() for x in inputs]
             for _ in range(2):  # the first run warms up
+                wait()
                 start = time.perf_counter()
                 outputs = function(*leaves, backend=backend)
                 weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(x) for x in outputs]
-                grads = [x.cpu().double() for x in torch.autograd.grad(outputs, leaves, weights)]
+                grads = torch.autograd.grad(outputs, leaves, weights)
+                wait()
                 elapsed = 1e3 * (time.perf_counter() - start)
-            results[backend] = [x.detach().cpu().double() for x in outputs], grads
-        errors = [0.0, 0.0]
-        for i in (0, 1):
-            for x, y in zip(results["torch"][i], results["reference"][i]):
-                errors[i] = max(errors[i], ((x - y).abs().max() / y.abs().max()).item())
-        bad = not max(errors) < 2e-4
-        failed |= bad
-        print(f"{name:28}{errors[0]:10.1e}{errors[1]:11.1e}{elapsed:9.1f}{'   FAILED' if bad else ''}")
-    raise SystemExit(failed)
+            values = [[x.detach().cpu().double() for x in group] for group in (outputs, grads)]
+            if backend == "reference":
+                exact = values
+                continue
+            errors = [
+                max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(*group))
+                for group in zip(values, exact)
+            ]
+            good = all(error < 2e-4 for error in errors)  # False for nan
+            right &= good
+            print(
+                f"| {name} | {backend} | {errors[0]:.1e} | {errors[1]:.1e} | {elapsed:.1f} | {'' if good else 'FAILED'} |"
+            )
+    return right
+
+
+# Shapes for --compile: those of the paper's 253M models, one sequence; multiples of 16, as all of them are.
+COMPILED = (
+    ("complex_scan", complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2))),
+    ("complex_scan, real", lambda a, b, backend: complex_scan(a, None, b, backend=backend), ((1, 1024, 512),) * 2),
+    ("cayley_scan", cayley_scan, ((1, 1024, 16, 16), (1, 1024, 16), (1, 1024, 16, 16), (16, 16), (1, 1024, 16, 16, 2))),
+)
+
+
+def compiled(target, dtype):
+    """Compiles every Triton kernel for a target ("sm_90") without a GPU. Yields, for each, its case, its name, registers a
+    thread, bytes of stack, local and shared memory, and the number of instructions of each kind, by their SASS names."""
+    global _recorded
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    for case, function, shapes in COMPILED:
+        _recorded = []
+        try:
+            leaves = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+            function(*leaves, backend="triton")[0].sum().backward()
+            launches = _recorded
+        finally:
+            _recorded = None
+        for kernel, args, constants in launches:
+            named = dict(zip(kernel.arg_names, args)) | constants
+            signature, constexprs, aligned = {}, {}, {}
+            for i, (name, x) in enumerate(named.items()):
+                if isinstance(x, Tensor):
+                    signature[name] = "*" + types[x.dtype]
+                elif isinstance(x, float):
+                    signature[name] = "fp32"
+                elif name in constants or x is None or x == 1:  # Triton makes a constant of 1 at every launch
+                    signature[name], constexprs[name] = "constexpr", x
+                else:
+                    signature[name] = "i32"
+                if signature[name].startswith("*") or (signature[name] == "i32" and x % 16 == 0):
+                    aligned[(i,)] = [["tt.divisibility", 16]]
+            binary = triton.compile(
+                ASTSource(kernel, signature, constexprs, aligned),
+                target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
+                options={"num_warps": 4, "enable_fp_fusion": True},
+            )
+            with NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(binary.asm["cubin"])
+                file.flush()
+                usage, code = (
+                    subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+                    for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+                )
+            resources = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
+            resources["SHARED"] = binary.metadata.shared  # asked for at launch
+            instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", code, re.MULTILINE)
+            yield case, kernel.__name__, resources, Counter(instructions)
+
+
+def report_compiled():
+    """Prints what `compiled` finds as a table; whether every kernel keeps to the chip: no stack, no local memory."""
+    print(f"triton {triton.__version__}, torch {torch.__version__}; no GPU was used\n")
+    print(
+        "| kernel of | kernel | target | inputs | registers | stack, local (bytes) | shared memory (kB) | instructions |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    right = True
+    for target, shared in (("sm_80", 163), ("sm_90", 227)):  # kB of shared memory a program may use
+        for dtype in (torch.float32, torch.bfloat16):
+            for case, kernel, use, instructions in compiled(target, dtype):
+                right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * shared
+                cells = case, kernel, target, str(dtype).removeprefix("torch."), use["REG"]
+                cells += f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}", instructions.total()
+                print("|", " | ".join(map(str, cells)), "|", flush=True)
+    return right
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Checks every operation on the present device against its reference.")
+    parser.add_argument(
+        "--compile", action="store_true", help="instead, compile the Triton kernels for sm_80 and sm_90, without a GPU"
+    )
+    if parser.parse_args().compile:
+        if triton is None:
+            parser.error("--compile needs Triton, which is not installed (pip install triton; Linux only)")
+        raise SystemExit(not report_compiled())
+    raise SystemExit(not check_device())
 
 
 if __name__ == "__main__":
