@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import complex_scan, selective_scan
+from kernels import cayley_scan, complex_scan, selective_scan
 
 MOS_COMPONENTS = 4  # softmaxes in head=mos
 # The untrained H-Mamba block adds little to the residual stream, so the tied head sees mostly the embedding itself: the
@@ -164,26 +164,24 @@ class HMambaBlock(nn.Module):
         u, z = self.in_proj(self.norm(x)).chunk(2, -1)  # (B, T, E) each: signal and gate branch
         u, tail = self.conv1d(u, tail)
         params = self.param_proj(F.silu(u)).split(list(self.widths.values()), -1)
-        # Under bf16 autocast the logits are rounded to bf16; everything made of them from here on is float32.
-        params = dict(zip(self.widths, (p.float() for p in params)))
-        b, C = params["b"], params["C"]
-        if c.gate == "sigmoid":
-            log_decay = F.logsigmoid(params["gate"])  # Algorithm 1, line 2: log alpha (its u is this gate logit)
-        else:
-            log_decay = b.new_zeros(*b.shape[:2], 1)
+        # Under bf16 autocast these logits are rounded to bf16; everything made of them is float32.
+        params = dict(zip(self.widths, params))
         if c.field == "complex":
-            b, C = b.unflatten(-1, (-1, 2)), C.unflatten(-1, (-1, 2))  # (B, T, H*N, 2)
-            dt = F.softplus(params["dt"]).clamp(max=0.1).unsqueeze(-1)  # (B, T, H, 1): one a head, QS 5.7
-            phi = 0.5 * dt * (params["delta"].unflatten(-1, (c.H, c.N)) + self.omega.float())  # (B, T, H, N), QS 5.2
-            # Algorithm 1, line 1 and eq. 3, the diagonal form of eq. 1: lambda = (1 + i phi) / (1 - i phi) has modulus 1
-            # and this angle.
-            theta = (2 * phi.atan()).flatten(2)
-            psi, last = complex_scan(
-                log_decay, theta, b, psi, method=c.scan
-            )  # eq. 2; a = alpha lambda is formed inside
-            (C_re, C_im), (psi_re, psi_im) = C.unbind(-1), psi.unbind(-1)
+            heads = {key: p.unflatten(-1, (c.H, -1)) for key, p in params.items()}  # (B, T, H, N or 2N or 1)
+            b, C = heads["b"].unflatten(-1, (-1, 2)), params["C"].float().unflatten(-1, (-1, 2))
+            dt = F.softplus(params["dt"].float()).clamp(max=0.1)  # (B, T, H): one a head, QS 5.7
+            # Algorithm 1 and eqs. 2-3: psi_t = alpha_t lambda_t psi_{t-1} + b_t with alpha = sigmoid(gate), of which only
+            # the logits are given, and lambda = (1 + i phi) / (1 - i phi), phi = dt/2 (delta + omega).
+            psi, last = cayley_scan(
+                heads["delta"], dt, heads.get("gate"), self.omega, b, psi.unflatten(1, (c.H, c.N)), method=c.scan
+            )
+            (C_re, C_im), (psi_re, psi_im) = C.unbind(-1), psi.flatten(2, 3).unbind(-1)
             y = torch.cat((C_re * psi_re + C_im * psi_im, C_re * psi_im - C_im * psi_re), -1)  # conj(C) psi, QS 5.5
+            last = last.flatten(1, 2)
         else:
+            b, C = params["b"].float(), params["C"].float()
+            # Algorithm 1, line 2: log alpha (its u is this gate logit)
+            log_decay = F.logsigmoid(params["gate"].float()) if c.gate == "sigmoid" else b.new_zeros(*b.shape[:2], 1)
             psi, last = complex_scan(log_decay, None, b, psi.flatten(1))  # 2N real channels a head
             y, last = C * psi, last.unflatten(-1, (-1, 2))
         y = self.back_proj(y.to(z.dtype))  # (B, T, 2*H*N) -> (B, T, E)

@@ -101,6 +101,11 @@ def _launch(kernel, programs, *args, **constants):
         kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=True)
 
 
+def _power_of_two(n):
+    """The next one from n on."""
+    return 1 << (n - 1).bit_length()
+
+
 def _matrix(x, rows):
     """x as (rows, columns), columns next to each other; a view wherever the strides allow, as for a slice of the last axis."""
     x = x.reshape(rows, -1)
@@ -532,7 +537,7 @@ def _scan_arguments(x, y, dt, omega, b):
     H, N = b.shape[2:4] if dt is not None else (b[0, 0].numel() // (1 if y is None else 2), 1)
     x, y, dt, b = (None if tensor is None else _matrix(tensor, B * T) for tensor in (x, y, dt, b))
     time, channels = SCAN_TILE
-    width = 1 << (N - 1).bit_length()
+    width = _power_of_two(N)
     channels = max(channels, width)
     tiles, programs = -(-T // time), B * -(-H * width // channels)
     tiles = -(-tiles // max(1, min(tiles, SCAN_PROGRAMS // programs)))  # of a segment
@@ -665,7 +670,7 @@ def _initial(h0, like):
     return torch.zeros_like(like, dtype=torch.float32) if h0 is None else h0.float().contiguous()
 
 
-def cayley_scan(delta, dt, gate, omega, b, h0=None, backend=None):
+def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None):
     """complex_scan with H-Mamba's transition, which never reaches memory on a GPU: log_decay = log sigmoid(gate) and
     theta = 2 atan(phi) with phi = dt / 2 (delta + omega); QS Algorithm 1, eqs. 2 and 3.
 
@@ -673,7 +678,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, backend=None):
         delta: (B, T, H, N) logits, QS 5.2.               dt: (B, T, H) step size, one a head, QS 5.7.
         gate: (B, T, H, N) logits; None: alpha = 1.       omega: (H, N) angular rates.
         b: (B, T, H, N, 2) complex input.                 h0: (B, H, N, 2) state before the first step; None is zero.
-        backend: as complex_scan.
+        method, backend: as complex_scan.
     Any float dtype and strides; on a GPU views of one projection are read where they lie.
 
     Returns:
@@ -693,7 +698,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, backend=None):
         _expect_shape("h0", h0, (B, H, N, 2))
     tensors = [x for x in (delta, dt, gate, omega, b, h0) if x is not None]
     backend = _pick(backend, ("torch", "triton", "reference"), *tensors)
-    if backend == "triton":
+    if backend == "triton" and method == "exact":
         h = _triton_scan(gate, delta, dt, omega.float().contiguous(), b, _initial(h0, b[:, 0]))
         return h, h[:, -1]
     dtype = torch.float64 if backend == "reference" else _compute_dtype(*tensors)
@@ -703,7 +708,8 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, backend=None):
     # this angle.
     theta = (2 * phi.atan()).flatten(2)
     log_decay = b.new_zeros(B, T, 1, dtype=dtype) if gate is None else F.logsigmoid(gate.to(dtype)).flatten(2)  # line 2
-    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), None if h0 is None else h0.flatten(1, 2), backend=backend)
+    h0 = None if h0 is None else h0.flatten(1, 2)
+    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), h0, method, backend)
     return h.unflatten(2, (H, N)), last.unflatten(1, (H, N))
 
 
@@ -748,9 +754,138 @@ def _chunk_states(u, dt, A, B, h):
     return decay, states
 
 
+# Triton. Programs share out (batch, channels) and walk over chunks of time, h in registers: an associative scan along the time
+# of a (time, channels, states) tile. The forward stores the state before each chunk. The backward starts from it, runs the
+# scan again for the states before each step, turns them round, and scans from the end; what grad_A, grad_B and grad_C sum
+# over other programs is written apart and added up afterwards, without atomics.
+
+SELECTIVE_TILE = 256, 128  # states of a program (channels times N), in the forward and in the backward
+
+if triton is not None:
+
+    @triton.jit
+    def _selective_place(E, N, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+        """Batch row, number of rows, block of channels, channels, state numbers, where the (E, N) states lie and exist."""
+        blocks = tl.cdiv(E, CHANNELS)
+        block = tl.program_id(0) % blocks
+        e, n = block * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, WIDTH)
+        batch = (tl.program_id(0) // blocks).to(tl.int64)
+        exists = (e < E)[:, None] & (n < N)[None, :]
+        return batch, tl.num_programs(0) // blocks, block.to(tl.int64), e, n, e[:, None] * N + n[None, :], exists
+
+    @triton.jit
+    def _selective_rows(batch, T, t, e, E, n, N):
+        inside = (t < T)[:, None]
+        return (batch * T + t)[:, None], inside & (e < E)[None, :], inside & (n < N)[None, :]
+
+    @triton.jit
+    def _compose_before(a1, b1, p1, q1, a2, b2, p2, q2):
+        """_compose_real, and beside it the composition of all but the last step."""
+        return a2 * a1, a2 * b1 + b2, p2 * a1, p2 * b1 + q2
+
+    @triton.jit
+    def _selective_forward_kernel(u_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, h0_ptr, y_ptr, hT_ptr, starts_ptr,
+                                  T, E, N, u_row, dt_row, B_row, C_row,
+                                  TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        batch, batches, _, e, n, state, exists = _selective_place(E, N, CHANNELS, WIDTH)
+        A = tl.load(A_ptr + state, mask=exists, other=0.0).to(tl.float32)
+        h = tl.load(h0_ptr + batch * E * N + state, mask=exists, other=0.0)
+        for chunk in range(tl.cdiv(T, TIME)):
+            tl.store(starts_ptr + (chunk * batches + batch) * E * N + state, h, mask=exists)
+            t = chunk * TIME + tl.arange(0, TIME)
+            row, mask_e, mask_n = _selective_rows(batch, T, t, e, E, n, N)
+            dt = _load(dt_ptr, row, dt_row, e, mask_e)  # 0 outside: decay 1, input 0
+            x = dt * _load(u_ptr, row, u_row, e, mask_e)
+            decay = tl.exp(dt[:, :, None] * A[None, :, :])
+            states = x[:, :, None] * _load(B_ptr, row, B_row, n, mask_n)[:, None, :]
+            decay, states = tl.associative_scan((decay, states), 0, _compose_real)
+            states += decay * h[None, :, :]
+            y = tl.sum(states * _load(C_ptr, row, C_row, n, mask_n)[:, None, :], 2)
+            tl.store(y_ptr + row * E + e[None, :], y, mask=mask_e)
+            h = tl.sum(tl.where((tl.arange(0, TIME) == TIME - 1)[:, None, None], states, 0.0), 0)
+        tl.store(hT_ptr + batch * E * N + state, h, mask=exists)
+
+    @triton.jit
+    def _selective_backward_kernel(grad_ptr, carry_ptr, u_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, starts_ptr,
+                                   du_ptr, ddt_ptr, dA_ptr, dB_ptr, dC_ptr, dh0_ptr,
+                                   T, E, N, grad_row, u_row, dt_row, B_row, C_row,
+                                   TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        batch, batches, block, e, n, state, exists = _selective_place(E, N, CHANNELS, WIDTH)
+        A = tl.load(A_ptr + state, mask=exists, other=0.0).to(tl.float32)
+        carry = tl.load(carry_ptr + batch * E * N + state, mask=exists, other=0.0)  # exp(dt_{t+1} A) g_{t+1}
+        dA = tl.zeros((CHANNELS, WIDTH), tl.float32)
+        one = tl.full((TIME, CHANNELS, WIDTH), 1.0, tl.float32)
+        zero = tl.zeros((TIME, CHANNELS, WIDTH), tl.float32)
+        chunks = tl.cdiv(T, TIME)
+        for k in range(chunks):
+            chunk = chunks - 1 - k
+            t = chunk * TIME + tl.arange(0, TIME)
+            row, mask_e, mask_n = _selective_rows(batch, T, t, e, E, n, N)
+            dt = _load(dt_ptr, row, dt_row, e, mask_e)
+            x = dt * _load(u_ptr, row, u_row, e, mask_e)
+            decay = tl.exp(dt[:, :, None] * A[None, :, :])
+            added = x[:, :, None] * _load(B_ptr, row, B_row, n, mask_n)[:, None, :]
+            h = tl.load(starts_ptr + (chunk * batches + batch) * E * N + state, mask=exists, other=0.0)
+            _, _, decay_before, before = tl.associative_scan((decay, added, one, zero), 0, _compose_before)
+            before += decay_before * h[None, :, :]  # h_{t-1}
+            grad = _load(grad_ptr, row, grad_row, e, mask_e)
+            dC = tl.sum(grad[:, :, None] * (decay * before + added), 1)
+            tl.store(dC_ptr + (block * batches * T + row) * N + n[None, :], dC, mask=mask_n)
+
+            t = chunk * TIME + TIME - 1 - tl.arange(0, TIME)  # from here on time runs backwards
+            row, mask_e, mask_n = _selective_rows(batch, T, t, e, E, n, N)
+            before = tl.flip(before, 0)
+            u, dt = _load(u_ptr, row, u_row, e, mask_e), _load(dt_ptr, row, dt_row, e, mask_e)
+            B = _load(B_ptr, row, B_row, n, mask_n)
+            decay = tl.exp(dt[:, :, None] * A[None, :, :])
+            grad = _load(grad_ptr, row, grad_row, e, mask_e)
+            direct = grad[:, :, None] * _load(C_ptr, row, C_row, n, mask_n)[:, None, :]
+            a, g, decay_after, after = tl.associative_scan((decay, decay * direct, one, zero), 0, _compose_before)
+            carried = a * carry[None, :, :] + g  # exp(dt_t A) g_t
+            g = direct + decay_after * carry[None, :, :] + after
+            carry = tl.sum(tl.where((tl.arange(0, TIME) == TIME - 1)[:, None, None], carried, 0.0), 0)
+            w = carried * before
+            dx = tl.sum(g * B[:, None, :], 2)
+            tl.store(du_ptr + row * E + e[None, :], dx * dt, mask=mask_e)
+            tl.store(ddt_ptr + row * E + e[None, :], dx * u + tl.sum(w * A[None, :, :], 2), mask=mask_e)
+            dB = tl.sum(g * (dt * u)[:, :, None], 1)
+            tl.store(dB_ptr + (block * batches * T + row) * N + n[None, :], dB, mask=mask_n)
+            dA += tl.sum(w * dt[:, :, None], 0)
+        tl.store(dA_ptr + batch * E * N + state, dA, mask=exists)
+        tl.store(dh0_ptr + batch * E * N + state, carry, mask=exists)
+
+
+def _selective_arguments(tensors, A, states):
+    """Blocks of channels, the matrices of rows (B T), T, E, N and the strides of the rows, and the tile."""
+    (B, T), (E, N) = tensors[0].shape[:2], A.shape
+    tensors = [_matrix(x, B * T) for x in tensors]
+    width = _power_of_two(N)
+    sizes = {"TIME": SELECTIVE_CHUNK, "CHANNELS": max(1, states // width), "WIDTH": width}
+    return -(-E // sizes["CHANNELS"]), tensors, (T, E, N, *(x.stride(0) for x in tensors)), sizes
+
+
+def _selective_forward_triton(u, dt, A, B, C, h0, y, hT, starts):
+    blocks, (u, dt, B, C), numbers, sizes = _selective_arguments((u, dt, B, C), A, SELECTIVE_TILE[0])
+    tensors = u, dt, A.contiguous(), B, C, h0.contiguous(), y, hT, starts
+    _launch(_selective_forward_kernel, len(h0) * blocks, *tensors, *numbers, **sizes)
+
+
+def _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts):
+    blocks, rows, numbers, sizes = _selective_arguments((grad_y, u, dt, B, C), A, SELECTIVE_TILE[1])
+    grad, *tensors = rows[:3] + [A.contiguous()] + rows[3:]
+    batch = len(u)
+    du, ddt = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, dt))
+    dA, dh0 = (starts.new_empty(batch, *A.shape) for _ in range(2))
+    dB, dC = (starts.new_empty(blocks, *x.shape) for x in (B, C))
+    outputs = du, ddt, dA, dB, dC, dh0
+    tensors += starts, *outputs
+    _launch(_selective_backward_kernel, batch * blocks, grad, grad_hT.contiguous(), *tensors, *numbers, **sizes)
+    return du, ddt, dA.sum(0).to(A.dtype), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dh0
+
+
 @custom_op("nanohilbert::selective_scan", mutates_args=())
 def _selective_scan(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor
+    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor, use_triton: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     chunks = _chunk_slices(u.shape[1])
     y, hT, starts = (
@@ -758,6 +893,9 @@ def _selective_scan(
         torch.empty_like(h0),
         h0.new_empty(len(chunks), *h0.shape),
     )
+    if use_triton:
+        _selective_forward_triton(u, dt, A, B, C, h0, y, hT, starts)
+        return y, hT, starts
     for rows in _row_groups(u, A):
         u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (u, dt, B, C))  # time-major
         h = h0[rows]
@@ -772,8 +910,18 @@ def _selective_scan(
 
 @custom_op("nanohilbert::selective_scan_backward", mutates_args=())
 def _selective_scan_backward(
-    grad_y: Tensor, grad_hT: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, starts: Tensor
+    grad_y: Tensor,
+    grad_hT: Tensor,
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    starts: Tensor,
+    use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if use_triton:
+        return _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, dt, B, C)]
     grad_A, grad_h0 = torch.zeros_like(A, memory_format=torch.contiguous_format), torch.empty_like(starts[0])
     chunks = _chunk_slices(u.shape[1])
@@ -805,18 +953,19 @@ def _selective_scan_backward(
 
 
 @_selective_scan.register_fake
-def _(u, dt, A, B, C, h0):
+def _(u, dt, A, B, C, h0, use_triton):
     starts = h0.new_empty(len(_chunk_slices(u.shape[1])), *h0.shape)
     return torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(h0), starts
 
 
 @_selective_scan_backward.register_fake
-def _(grad_y, grad_hT, u, dt, A, B, C, starts):
+def _(grad_y, grad_hT, u, dt, A, B, C, starts, use_triton):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, dt, A, B, C, starts[0]))
 
 
 def _selective_scan_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
+    ctx.use_triton = inputs[6]
     ctx.save_for_backward(*inputs[:5], output[2])
 
 
@@ -824,7 +973,7 @@ def _selective_scan_vjp(ctx, grad_y, grad_hT, _):
     saved = ctx.saved_tensors
     grad_y = torch.zeros_like(saved[0]) if grad_y is None else grad_y
     grad_hT = torch.zeros_like(saved[-1][0]) if grad_hT is None else grad_hT
-    return _selective_scan_backward(grad_y, grad_hT, *saved)
+    return *_selective_scan_backward(grad_y, grad_hT, *saved, ctx.use_triton), None
 
 
 _selective_scan.register_autograd(_selective_scan_vjp, setup_context=_selective_scan_setup)
@@ -837,15 +986,14 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
         u: (B, T, E) input.          dt: (B, T, E) step size, after softplus.
         A: (E, N) real, negative.    B, C: (B, T, N) input and output projections.
         h0: (B, E, N) state before the first step; None is zero.
-        backend: None picks; "torch" or "reference" (float64 loop, float64 results) forces one.
+        backend: None, "torch", "triton" or "reference", as above.
     Any float dtype and strides.
 
     Returns:
         (y, hT): y (B, T, E) in u's dtype, without the skip D u; hT (B, E, N) in float32 (float64 if an input is).
     Raises:
-        ValueError: shapes that do not fit, T = 0, an unknown backend.
+        ValueError: shapes that do not fit, T = 0, an unknown backend, or one that cannot run here.
     """
-    _expect_one_of("backend", backend, None, "torch", "reference")
     if u.dim() != 3 or u.shape[1] == 0 or A.dim() != 2:
         raise ValueError(f"u must be (B, T, E) with T > 0 and A (E, N), not {tuple(u.shape)} and {tuple(A.shape)}")
     (batch, T, E), N = u.shape, A.shape[1]
@@ -858,11 +1006,14 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
         _expect_shape(name, x, shape)
     if h0 is not None:
         _expect_shape("h0", h0, (batch, E, N))
+    tensors = [x for x in (u, dt, A, B, C, h0) if x is not None]
+    backend = _pick(backend, ("torch", "triton", "reference"), *tensors)
     if backend == "reference":
         return selective_scan_reference(u, dt, A, B, C, h0)
-    dtype = _compute_dtype(u, dt, A, B, C, *(() if h0 is None else (h0,)))
+    dtype = _compute_dtype(*tensors)
     h0 = u.new_zeros(batch, E, N, dtype=dtype) if h0 is None else h0.to(dtype)
-    y, hT, _ = _selective_scan(*(x.to(dtype) for x in (u, dt, A, B, C)), h0)
+    inputs = (u, dt, A, B, C) if backend == "triton" else (x.to(dtype) for x in (u, dt, A, B, C))
+    y, hT, _ = _selective_scan(*inputs, h0, backend == "triton")
     return y.to(u.dtype), hT
 
 
@@ -1467,6 +1618,7 @@ COMPILED = (
     ("complex_scan", complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2))),
     ("complex_scan, real", lambda a, b, backend: complex_scan(a, None, b, backend=backend), ((1, 1024, 512),) * 2),
     ("cayley_scan", cayley_scan, ((1, 1024, 16, 16), (1, 1024, 16), (1, 1024, 16, 16), (16, 16), (1, 1024, 16, 16, 2))),
+    ("selective_scan", selective_scan, ((1, 1024, 2048), (1, 1024, 2048), (2048, 16), (1, 1024, 16), (1, 1024, 16))),
 )
 
 
