@@ -31,12 +31,15 @@ backend=    None picks by the device of the inputs: "triton" on CUDA where Trito
 """
 
 import argparse
+import math
 import os
 import re
 import subprocess
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -89,6 +92,7 @@ def _pick(backend, known, *tensors):
     return backend
 
 
+WARPS = 4  # of every Triton program: with 8, compilers of several versions failed on H100
 _recorded = None  # or a list, which takes the launches in place of the device
 
 
@@ -98,7 +102,7 @@ def _launch(kernel, programs, *args, **constants):
         return _recorded.append((kernel, args, constants))
     device = next(x for x in args if isinstance(x, Tensor)).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](*args, **constants, num_warps=4, enable_fp_fusion=True)
+        kernel[(programs,)](*args, **constants, num_warps=WARPS, enable_fp_fusion=True)
 
 
 def _power_of_two(n):
@@ -1613,50 +1617,66 @@ def check_device():
     return right
 
 
-# Shapes for --compile: those of the paper's 253M models, one sequence; multiples of 16, as all of them are.
+# For --compile: shapes of the paper's 253M models, one sequence; and the constants that make up a tile.
 COMPILED = (
-    ("complex_scan", complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2))),
-    ("complex_scan, real", lambda a, b, backend: complex_scan(a, None, b, backend=backend), ((1, 1024, 512),) * 2),
-    ("cayley_scan", cayley_scan, ((1, 1024, 16, 16), (1, 1024, 16), (1, 1024, 16, 16), (16, 16), (1, 1024, 16, 16, 2))),
-    ("selective_scan", selective_scan, ((1, 1024, 2048), (1, 1024, 2048), (2048, 16), (1, 1024, 16), (1, 1024, 16))),
+    ("complex_scan", complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2)), ("TIME", "CHANNELS")),
+    (
+        "complex_scan, real",
+        lambda a, b, backend: complex_scan(a, None, b, backend=backend),
+        ((1, 1024, 512),) * 2,
+        ("TIME", "CHANNELS"),
+    ),
+    (
+        "cayley_scan",
+        cayley_scan,
+        ((1, 1024, 16, 16), (1, 1024, 16), (1, 1024, 16, 16), (16, 16), (1, 1024, 16, 16, 2)),
+        ("TIME", "CHANNELS"),
+    ),
+    (
+        "selective_scan",
+        selective_scan,
+        ((1, 1024, 2048), (1, 1024, 2048), (2048, 16), (1, 1024, 16), (1, 1024, 16)),
+        ("TIME", "CHANNELS", "WIDTH"),
+    ),
 )
 
 
 def compiled(target, dtype):
-    """Compiles every Triton kernel for a target ("sm_90") without a GPU. Yields, for each, its case, its name, registers a
-    thread, bytes of stack, local and shared memory, and the number of instructions of each kind, by their SASS names."""
+    """Compiles every Triton kernel for a target ("sm_90") without a GPU. Returns, for each: its case, its name, registers a
+    thread and bytes of stack, local and shared memory, the number of instructions of each kind by their SASS names, and
+    the elements of a tile for each of its threads."""
     global _recorded
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    for case, function, shapes in COMPILED:
+    tools, found = Path(triton.__file__).parent / "backends/nvidia/bin", []
+    for case, function, shapes, tile in COMPILED:
         _recorded = []
         try:
             leaves = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
             function(*leaves, backend="triton")[0].sum().backward()
-            launches = _recorded
+            launches = {
+                (kernel.__name__, *constants.values()): (kernel, args, constants)
+                for kernel, args, constants in _recorded
+            }
         finally:
             _recorded = None
-        for kernel, args, constants in launches:
-            named = dict(zip(kernel.arg_names, args)) | constants
+        for kernel, args, constants in launches.values():
             signature, constexprs, aligned = {}, {}, {}
-            for i, (name, x) in enumerate(named.items()):
+            for i, (key, x) in enumerate((dict(zip(kernel.arg_names, args)) | constants).items()):
                 if isinstance(x, Tensor):
-                    signature[name] = "*" + types[x.dtype]
-                elif isinstance(x, float):
-                    signature[name] = "fp32"
-                elif name in constants or x is None or x == 1:  # Triton makes a constant of 1 at every launch
-                    signature[name], constexprs[name] = "constexpr", x
+                    signature[key] = "*" + types[x.dtype]
+                elif key in constants or x is None or x == 1:  # as at a launch, which makes a constant of 1
+                    signature[key], constexprs[key] = "constexpr", x
                 else:
-                    signature[name] = "i32"
-                if signature[name].startswith("*") or (signature[name] == "i32" and x % 16 == 0):
+                    signature[key] = "fp32" if isinstance(x, float) else "i32"
+                if isinstance(x, Tensor) or (signature[key] == "i32" and x % 16 == 0):
                     aligned[(i,)] = [["tt.divisibility", 16]]
             binary = triton.compile(
                 ASTSource(kernel, signature, constexprs, aligned),
                 target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-                options={"num_warps": 4, "enable_fp_fusion": True},
+                options={"num_warps": WARPS, "enable_fp_fusion": True},
             )
             with NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(binary.asm["cubin"])
@@ -1667,25 +1687,40 @@ def compiled(target, dtype):
                 )
             resources = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
             resources["SHARED"] = binary.metadata.shared  # asked for at launch
-            instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", code, re.MULTILINE)
-            yield case, kernel.__name__, resources, Counter(instructions)
+            pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)"
+            instructions = Counter(re.findall(pattern, code, re.MULTILINE))
+            elements = math.prod(constants[key] for key in tile) / (32 * WARPS)
+            found.append((case, kernel.__name__, resources, instructions, elements))
+    return found
 
 
 def report_compiled():
     """Prints what `compiled` finds as a table; whether every kernel keeps to the chip: no stack, no local memory."""
     print(f"triton {triton.__version__}, torch {torch.__version__}; no GPU was used\n")
     print(
-        "| kernel of | kernel | target | inputs | registers | stack, local (bytes) | shared memory (kB) | instructions |"
+        "Instructions: all of the kernel, once through; an element: of a tile. So this is a little more than a tile costs.\n"
     )
-    print("|---|---|---|---|---|---|---|---|")
-    right = True
-    for target, shared in (("sm_80", 163), ("sm_90", 227)):  # kB of shared memory a program may use
-        for dtype in (torch.float32, torch.bfloat16):
-            for case, kernel, use, instructions in compiled(target, dtype):
-                right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * shared
-                cells = case, kernel, target, str(dtype).removeprefix("torch."), use["REG"]
-                cells += f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}", instructions.total()
-                print("|", " | ".join(map(str, cells)), "|", flush=True)
+    columns = (
+        "operation",
+        "kernel",
+        "target",
+        "inputs",
+        "registers",
+        "stack, local (bytes)",
+        "shared (kB)",
+        "instructions",
+    )
+    print("|", " | ".join((*columns, "an element")), "|\n|" + "---|" * 9)
+    limits = {"sm_80": 163, "sm_90": 227}  # kB of shared memory a program may use
+    jobs, right = [(target, dtype) for target in limits for dtype in (torch.float32, torch.bfloat16)], True
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for (target, dtype), found in zip(jobs, pool.map(compiled, *zip(*jobs))):
+            for case, kernel, use, instructions, elements in found:
+                right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * limits[target]
+                cells = case, kernel.strip("_").removesuffix("_kernel"), target, str(dtype).removeprefix("torch.")
+                cells += use["REG"], f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}"
+                total = sum(instructions.values())
+                print("|", " | ".join(map(str, (*cells, total, f"{total / elements:.0f}"))), "|", flush=True)
     return right
 
 

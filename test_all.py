@@ -63,21 +63,22 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def errors(function, inputs, dtype, strided=False, floor=1e-3, **kwargs):
+def errors(function, inputs, dtype, strided=False, floor=1e-3, backend=None, **kwargs):
     """Largest relative error of outputs and gradients, against the float64 reference on the same (rounded) inputs. A tensor
     whose values are all below `floor` is compared with that."""
 
     def run(backend, dtype, strided):
-        leaves = [x.to(dtype).requires_grad_() for x in rounded]
+        device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+        leaves = [x.to(device, dtype).requires_grad_() for x in rounded]
         given = [torch.stack((x, x), -1)[..., 0] if strided else x for x in leaves]
         outputs = function(*given, backend=backend, **kwargs)
         weights = [torch.sin(torch.arange(x.numel())).view(x.shape).to(x) for x in outputs]
         if strided:
             weights = [torch.stack((w, w), -1)[..., 0] for w in weights]
-        return outputs, torch.autograd.grad(outputs, leaves, weights)
+        return [[x.cpu() for x in xs] for xs in (outputs, torch.autograd.grad(outputs, leaves, weights))]
 
     rounded = [x.to(dtype) for x in inputs]
-    found, expected = run(None, dtype, strided), run("reference", torch.float64, False)
+    found, expected = run(backend, dtype, strided), run("reference", torch.float64, False)
     for x in (*found[0], *found[1]):
         assert x.isfinite().all()
     for x, leaf in zip(found[1], rounded):
@@ -814,6 +815,272 @@ def test_real_born_cell_squares_the_real_product():
         assert o[..., 1].abs().max() < 1e-12
 
 
+# ---- Triton kernels: on a GPU, or in a process of their own in Triton's interpreter ----
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="see test_interpreter")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Blocks that a short test crosses several times, and no memory that happens to be zero."""
+    for name, value in {"SCAN_TILE": (8, 4), "SELECTIVE_TILE": (8, 8), "SELECTIVE_CHUNK": 8}.items():
+        monkeypatch.setattr(kernels, name, value)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        function = getattr(owner, name)
+
+        def poisoned(*args, function=function, **kwargs):
+            x = function(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        monkeypatch.setattr(owner, name, poisoned)
+
+
+def cayley_inputs(B, T, H, N):
+    delta, gate = (3 * randn(B, T, H, N, seed=i) for i in (0, 1))
+    return (
+        delta,
+        0.1 * randn(B, T, H, seed=2).sigmoid(),
+        gate,
+        5 * randn(H, N, seed=3),
+        randn(B, T, H, N, 2),
+        randn(B, H, N, 2),
+    )
+
+
+def ungated_scan(delta, dt, omega, b, h0, **kwargs):
+    return kernels.cayley_scan(delta, dt, None, omega, b, h0, **kwargs)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("B", "T", "segments"), [(2, 1, 1), (1, 2, 1), (1, 7, 1), (1, 8, 1), (1, 35, 1), (1, 9, 9), (2, 25, 2), (1, 35, 3)]
+)
+def test_triton_scan(B, T, segments, small_tiles, monkeypatch):
+    """T over several tiles of 8, channels over several blocks of 4, time whole or cut into segments of whole tiles."""
+    monkeypatch.setattr(kernels, "SCAN_PROGRAMS", segments * B * 2)
+    strided, C = segments > 1, 5
+    inputs = -randn(B, T, C).abs(), 3 * randn(B, T, C, seed=1), randn(B, T, C, 2, seed=2), randn(B, C, 2)
+    assert errors(kernels.complex_scan, inputs, torch.float32, strided, backend="triton") < 2e-6
+    inputs = inputs[0], inputs[2][..., 0], inputs[3][..., 0]
+    assert errors(real_scan, inputs, torch.float32, strided, backend="triton") < 2e-6
+    inputs = cayley_inputs(B, T, 2, 3)  # three of four columns a head are used
+    assert errors(kernels.cayley_scan, inputs, torch.float32, strided, backend="triton") < 2e-6
+    assert errors(ungated_scan, (*inputs[:2], *inputs[3:]), torch.float32, strided, backend="triton") < 2e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("log_decay", [0.0, -1e-9, -20.0, -200.0], ids=str)
+def test_triton_scan_at_extreme_gates(log_decay, small_tiles):
+    gates = torch.full((1, 20, 3), log_decay, dtype=torch.float64)
+    inputs = gates, 3 * randn(1, 20, 3), randn(1, 20, 3, 2), randn(1, 3, 2)
+    assert errors(kernels.complex_scan, inputs, torch.float32, backend="triton") < 2e-6
+    alternating = gates * (torch.arange(20) % 3 == 0)[:, None]
+    assert errors(kernels.complex_scan, (alternating, *inputs[1:]), torch.float32, backend="triton") < 2e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("gate", [-100.0, -20.0, 20.0, 100.0])
+def test_triton_cayley_scan_at_extreme_gates(gate, small_tiles):
+    """Gates open and shut, and phases of up to 5,000: half a turn, almost."""
+    delta, dt, gates, *rest = cayley_inputs(1, 20, 2, 2)
+    inputs = 1e5 * delta * (randn(1, 20, 2, 2) > 1), dt, gates.sign() * gate, *rest
+    assert errors(kernels.cayley_scan, inputs, torch.float32, backend="triton") < 1e-5
+
+
+@needs_triton
+def test_triton_angles(small_tiles):
+    """One step from h = 1 is exp(i theta): the kernel's own sine and cosine, at large angles and at every octant."""
+    angles = torch.cat((1e4 * randn(12).clamp(-1, 1), torch.arange(-12, 12) * math.pi / 4)).float()[None, None]
+    h0 = torch.tensor([1.0, 0.0]).expand(1, angles.shape[-1], 2)
+    zero = torch.zeros(1, 1, angles.shape[-1])
+    (h, _), (exact, _) = (
+        kernels.complex_scan(zero, angles, zero[..., None].expand(-1, -1, -1, 2), h0, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(h.double(), exact, atol=3e-7, rtol=0)
+
+
+@needs_triton
+@pytest.mark.parametrize(("T", "E", "N"), [(1, 1, 1), (2, 5, 3), (7, 3, 4), (9, 5, 1), (26, 5, 3)])
+def test_triton_selective_scan(T, E, N, small_tiles):
+    """T over several chunks of 8, channels over several blocks of 2 (8 if N = 1)."""
+    inputs = selective_inputs(2, T, E, N)
+    assert errors(kernels.selective_scan, inputs, torch.float32, strided=T == 26, backend="triton") < 2e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1e-6, 1.0, 30.0])
+def test_triton_selective_scan_at_extreme_gates(size, small_tiles):
+    """From a state that hardly changes to one that is forgotten at once: exp(-30 * 16)."""
+    u, dt, A, *rest = selective_inputs(1, 20, 3, 2)
+    inputs = u, size * dt, A * torch.tensor([1.0, 16.0]), *rest
+    assert errors(kernels.selective_scan, inputs, torch.float32, backend="triton") < 2e-6
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)], ids=str)
+def test_triton_scans_in_half_precision(dtype, tolerance, small_tiles):
+    """States are float32; only gradients and y are rounded, once."""
+    inputs = cayley_inputs(1, 20, 2, 2)
+    h, hT = kernels.cayley_scan(*(x.to(dtype, copy=True).to(triton_device()) for x in inputs), backend="triton")
+    assert h.dtype == hT.dtype == torch.float32
+    assert errors(kernels.cayley_scan, inputs, dtype, backend="triton") < tolerance
+    inputs = -randn(1, 20, 3).abs(), 3 * randn(1, 20, 3), randn(1, 20, 3, 2), randn(1, 3, 2)
+    assert errors(kernels.complex_scan, inputs, dtype, backend="triton") < tolerance
+    assert errors(kernels.selective_scan, selective_inputs(1, 20, 3, 2), dtype, backend="triton") < tolerance
+
+
+def triton_device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@needs_triton
+def test_triton_reads_views_of_one_projection(small_tiles, monkeypatch):
+    """H-Mamba's delta, gate and b are slices of one matrix: the kernels get no copies, the gradients find their columns."""
+    B, T, H, N = 2, 9, 2, 3
+    read, launch = [], kernels._launch
+    monkeypatch.setattr(kernels, "_launch", lambda k, n, *args, **c: (read.append(args[:5]), launch(k, n, *args, **c)))
+    projections = []
+
+    def scan(params, dt, omega, h0, backend):
+        projections.append(params)
+        delta, gate, b = params.split((H * N, H * N, 2 * H * N), -1)
+        heads = [x.unflatten(-1, (H, N)) for x in (delta, gate)] + [b.unflatten(-1, (H, N, 2))]
+        return kernels.cayley_scan(heads[0], dt, heads[1], omega, heads[2], h0, backend=backend)
+
+    inputs = randn(B, T, 4 * H * N), 0.1 * randn(B, T, H).sigmoid(), randn(H, N), randn(B, H, N, 2)
+    assert errors(scan, inputs, torch.float32, backend="triton") < 2e-6
+    storage = projections[0].untyped_storage().data_ptr()
+    gate, delta, _, _, b = read[0]
+    assert all(x.untyped_storage().data_ptr() == storage for x in (gate, delta, b))
+
+
+@needs_triton
+def test_triton_gives_the_same_bits_twice(small_tiles, monkeypatch):
+    monkeypatch.setattr(kernels, "SCAN_PROGRAMS", 12)
+    for function, inputs in (
+        (kernels.cayley_scan, cayley_inputs(2, 20, 2, 2)),
+        (kernels.selective_scan, selective_inputs(2, 20, 5, 3)),
+    ):
+        leaves = [x.float().to(triton_device()).requires_grad_() for x in inputs]
+
+        def run(function=function, leaves=leaves):
+            outputs = function(*leaves, backend="triton")
+            return [*outputs, *torch.autograd.grad([x.sin().sum() for x in outputs], leaves)]
+
+        assert all(torch.equal(x, y) for x, y in zip(run(), run()))
+
+
+@needs_triton
+@pytest.mark.parametrize("spec", ["hmamba", "hmamba:gate=none", "hmamba:field=real", "mamba"])
+def test_triton_in_models(spec, small_tiles, monkeypatch):
+    """Loss and gradients of a model as with the torch paths; also checkpointed, compiled, and under bf16 autocast."""
+    model = make(spec, L=1, D=4, N=2, **({} if spec == "mamba" else {"H": 2})).to(triton_device())
+    idx = text_batch(2, 12).to(triton_device())
+
+    def run(backend):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
+        model.zero_grad()
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        return [loss, *(p.grad.clone() for p in model.parameters())]
+
+    def assert_same(found, expected, **tolerances):
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, **tolerances)
+
+    expected = run("torch")
+    with torch.autocast(triton_device(), torch.bfloat16):
+        assert_same(run("triton"), run("torch"), atol=1e-3, rtol=2e-2)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    model.checkpointing = True
+    assert_same(run("triton"), expected, atol=1e-5, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(INTERPRETED or kernels.triton is None, reason="this is that process; or there is no Triton")
+def test_interpreter():
+    """All tests above in Triton's interpreter, which replaces the kernels of a whole process."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "test_triton", __file__]
+    env = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "skipped" not in run.stdout
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 37
+
+
+@pytest.mark.skipif(kernels.triton is None, reason="there is no Triton")
+def test_kernels_compile_for_a100_and_h100():
+    """Every kernel, fp32 and bf16, without a GPU: within the chip's shared memory, no stack, no local memory."""
+    run = subprocess.run(
+        [sys.executable, "kernels.py", "--compile"], check=False, capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [line.split(" | ") for line in run.stdout.splitlines() if " | sm_" in line]
+    assert {(row[2], row[3]) for row in rows} == {(t, d) for t in ("sm_80", "sm_90") for d in ("float32", "bfloat16")}
+    operations = {row[0].removeprefix("| ") for row in rows}
+    assert operations == {case for case, *_ in kernels.COMPILED}
+    for name in operations:
+        assert {"forward", "backward"} <= {row[1].rpartition("_")[2] for row in rows if name in row[0]}
+
+
+def test_a_kernel_that_spills_fails_the_compilation_report(monkeypatch, capsys):
+    class Inline:
+        def __init__(*_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(*_):
+            pass
+
+        map = staticmethod(map)
+
+    use = {"REG": 255, "STACK": 0, "LOCAL": 0, "SHARED": 0}
+    monkeypatch.setattr(kernels, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(kernels, "triton", type("triton", (), {"__version__": "0"}))
+    for change, right in (({}, True), ({"STACK": 8}, False), ({"LOCAL": 8}, False), ({"SHARED": 2**18}, False)):
+        monkeypatch.setattr(kernels, "compiled", lambda *_: [("scan", "_k_kernel", use | change, {"FADD": 64}, 8.0)])  # noqa: B023
+        assert kernels.report_compiled() is right
+    assert "| scan | k | sm_80 | float32 | 255 | 0, 0 | 0.0 | 64 | 8 |" in capsys.readouterr().out
+
+
+def test_the_backend_is_what_was_asked_for(monkeypatch):
+    scan = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "reference")
+    assert kernels.complex_scan(**scan)[0].dtype == torch.float64
+    assert kernels.complex_scan(**scan, backend="torch")[0].dtype == torch.float32  # a call that says so wins
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'cuda'; known: torch, triton, reference"):
+        kernels.complex_scan(**scan)
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "")
+    assert kernels.complex_scan(**scan)[0].dtype == torch.float32
+    monkeypatch.setattr(kernels, "triton", None)
+    assert kernels.complex_scan(**scan)[0].dtype == torch.float32
+    with pytest.raises(ValueError, match="not installed"):
+        kernels.complex_scan(**scan, backend="triton")
+
+
+@pytest.mark.skipif(kernels.triton is None or INTERPRETED, reason="needs Triton, compiled")
+def test_backend_refuses_what_it_cannot_do():
+    scan = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
+    with pytest.raises(ValueError, match="needs CUDA tensors"):
+        kernels.complex_scan(**scan, backend="triton")
+    with pytest.raises(ValueError, match="computes in float32"):
+        kernels.complex_scan(**{k: x.double() for k, x in scan.items()}, backend="triton")
+
+
+def test_kernels_import_without_triton_installed():
+    """kernels.py without Triton: imports, computes, and says what --compile would need."""
+    code = "import sys; sys.modules['triton'] = None; sys.argv = ['kernels.py', '--compile']; import kernels; kernels.main()"
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 2
+    assert "pip install triton" in run.stderr.splitlines()[-1]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Models
 
@@ -1000,9 +1267,11 @@ def capture_scan(monkeypatch):
 
     def spy(*args, **kwargs):
         calls.append(args)
-        return kernels.complex_scan(*args, **kwargs)
+        return complex_scan(*args, **kwargs)
 
+    complex_scan = kernels.complex_scan
     monkeypatch.setattr(hmamba, "complex_scan", spy)
+    monkeypatch.setattr(kernels, "complex_scan", spy)  # which cayley_scan calls
     return calls
 
 
