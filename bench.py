@@ -602,13 +602,13 @@ def measure(once, device, seconds=0.2, least=5, flush=True):
     return times
 
 
-def operation_job(device, make, shape, backward, work):
-    """Times an operation of make(*shape); its work is `work` flops or bytes, or else the bytes that it has to move."""
+def operation_job(device, make, shape, whole, work):
+    """Times what make(*shape) returns, or, if not `whole`, its forward; the work is given, or the bytes it has to move."""
     with device:
-        both = make(*shape)
-    once = both if backward else both.forward
+        made = make(*shape)
+    once = made if whole else made.forward
     once(), once()  # the first may compile
-    return {"seconds": measure(once, device), "work": work or both.traffic(backward)}
+    return {"seconds": measure(once, device), "work": work or made.traffic(whole)}
 
 
 def fitting(step, micro):
@@ -628,6 +628,7 @@ def fitting(step, micro):
 def train_job(device, name, size, compiled, micro=MICRO):
     model_class, config = parse_spec(name, size, data.GPT2_VOCAB if size in PAM_SIZES else V)
     seq = PROTOCOLS[size]["seq"]
+    gc.collect()  # of the model before
     with device:
         model = model_class(config).train()
     model.checkpointing = True
@@ -644,6 +645,7 @@ def train_job(device, name, size, compiled, micro=MICRO):
 
     micro = fitting(step, micro)
     if compiled:  # only now, as every size would be compiled; the layers share one graph
+        torch.compiler.reset()
         for layer in model.layers:
             layer.compile()
         micro = fitting(step, micro)
@@ -672,8 +674,6 @@ def work_off(pipe, jobs):
         pipe.send((result, usable))
         if not usable:
             return
-        gc.collect()
-        torch.compiler.reset()
         torch.cuda.empty_cache()
 
 
@@ -724,7 +724,7 @@ def times_and_rate(result, unit):
 
 
 def operations(args, section):
-    jobs = [((name, shape, passes, unit), operation_job, make, arguments, "backward" in passes, amount)
+    jobs = [((name, shape, passes, unit), operation_job, make, arguments, passes != "forward", amount)
             for name, shape, make, arguments, unit, work in OPERATIONS[section]() for passes, amount in work.items()]  # fmt: skip
 
     def cells(result, name, shape, passes, unit):
