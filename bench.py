@@ -1,56 +1,79 @@
-"""Speed and memory of the models and their kernels on this machine's CPU, beside peers where they are installed.
+"""Speed and memory of the models and their kernels, beside peers where they are installed, as Markdown tables and JSON.
 
-    python bench.py                                     everything, a few minutes; prints Markdown tables
+    python bench.py                                     on a machine with CUDA the GPU part, under four minutes; else the CPU's
     python bench.py --sections train,scan --threads 2   two sections, with two threads
+    python bench.py --device cpu                        the CPU part, a few minutes, on any machine
 
-sections   params  parameters at every size             loss  untrained loss, to be compared with ln 256
+CPU        params  parameters at every size             loss  untrained loss, to be compared with ln 256
            train   a training step, beside peers        scan  the scans alone, against the copy bandwidth
            born    Born attention's forms over lengths  step  one generated token, at two contexts
            tasks   a step of the models of csp.py       phase   phase memory, beside a peer
            memory  peak memory of what train and scan time
            data    converting a corpus, hashing, importing data.py
            start   python train.py: time to its first step, and what a step waits for data
-times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
-           caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio.
+GPU        ceiling copy bandwidth and bf16 matrix rate, to which the other sections of the same run are compared
+           scan    the scans at the paper's shape            born   Born attention and SDPA flash over lengths
+           phase   phase memory, at the heads of PAM 100m    train  training steps at 253m, and the break-even of QS 9.3
+           Every section has a deadline, and what a section leaves of its time goes to the next. A row that fails, hangs
+           or comes too late says so in one line. Training is that of train.py: bf16 autocast, float32 parameters,
+           activation checkpointing, and the largest micro-batch that fits among 256, 128, ...
+times      On the CPU candidates take turns in one process, in a new random order each round, so that the machine's drift and the
+           caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio. On a GPU
+           a time is the median of its own clock, with the caches flushed before each repetition.
 allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
-           step. So all is timed in a child process that keeps freed memory, and once more in a default one.
+           step. So on the CPU all is timed in a child process that keeps freed memory, and once more in a default one.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
 import platform
 import random
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import count
-from multiprocessing import get_context
+from importlib import import_module
+from itertools import count, product
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter, sleep
+from time import perf_counter, sleep, strftime
 from timeit import timeit
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import csp
+import data
+import kernels
 import tasks
-from data import InputError, Parser, command_line, explain, get_windows, hash_file, load, num_windows, train_index
+from data import InputError, Parser, command_line, explain
 from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
 from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
-from kernels import born_attention, complex_scan, phase_memory, selective_scan
-from sample import MODELS
+from report import provenance
+from sample import MODELS, PAM_SIZES, parse_spec, pick_device
+from train import CLIP, PEAK_FLOPS, PROTOCOLS, make_optimizer
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step
 TOKENS = 2**14  # of an attention case
 CONTEXTS = (128, 4096)  # tokens before the generated one
+# Of the GPU part, QS 5.7 and table 4. MICRO: the share of one of the paper's four devices in its 1,024 sequences.
+HEADS, E, MICRO = 16, 2048, 256
+SECONDS = {"ceiling": 25, "scan": 40, "born": 30, "phase": 20, "train": 110}  # 225: starting takes a few more
+PAPER_STEPS = {"hmamba": 1 / 3, "htransformer": 1 / 2}  # QS 9: steps to a loss, divided by the real twin's
+START = (
+    "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+)  # a fork of this process could not use CUDA
+FLUSH = 2**31  # bytes: far more than a cache, and half a millisecond or more
 progress = partial(tqdm, leave=False, disable=None)  # None: only on a terminal
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,23 +144,52 @@ def train_nanogpt(B, T):
     return once
 
 
-def gradients(function, *leaves):
-    """Forward and backward, with an upstream gradient that is already there."""
-    leaves = [x.requires_grad_() for x in leaves]
-    upstream = torch.randn_like(function(*leaves).detach())
-    return lambda: torch.autograd.grad(function(*leaves), leaves, upstream)
+class Gradients:
+    """Forward and backward of function(*leaves), with an upstream gradient that is already there."""
+
+    def __init__(self, function, *leaves):
+        self.function, self.leaves = function, [x.requires_grad_() for x in leaves]
+        self.upstream = torch.randn_like(self.forward().detach())
+
+    def forward(self):
+        """As in training: keeps what a backward would need."""
+        return self.function(*self.leaves)
+
+    def __call__(self):
+        return torch.autograd.grad(self.forward(), self.leaves, self.upstream)
+
+    def traffic(self, backward):
+        """Bytes that have to move. The forward reads the inputs and writes the output; the backward reads the inputs again,
+        from which it can recompute the rest, and the output's gradient, and writes the inputs' gradients."""
+        inputs, output = sum(x.nbytes for x in self.leaves), self.upstream.nbytes
+        return inputs + output + backward * (inputs + output + inputs)
 
 
 def scan_complex(B, C, T, backend=None):
     modulus, theta = torch.empty(B, T, C).uniform_(0.9, 1), torch.empty(B, T, C).uniform_(-3, 3)
-    return gradients(lambda *x: complex_scan(*x, backend=backend)[0], modulus.log(), theta, torch.randn(B, T, C, 2))
+    return Gradients(
+        lambda *x: kernels.complex_scan(*x, backend=backend)[0], modulus.log(), theta, torch.randn(B, T, C, 2)
+    )
 
 
-def scan_accelerated(B, C, T):  # is given exp(log_decay + i theta), which complex_scan computes
-    from accelerated_scan.ref import scan
+def scan_cayley(B, T, H, N, dtype=torch.float32):
+    delta, dt, gate = torch.randn(B, T, H, N), 0.1 * torch.rand(B, T, H), torch.randn(B, T, H, N)
+    omega, b = torch.logspace(-1, 1, N).repeat(H, 1), torch.randn(B, T, H, N, 2)
+    delta, dt, gate, b = (x.to(dtype) for x in (delta, dt, gate, b))
+    return Gradients(lambda *x: kernels.cayley_scan(*x)[0], delta, dt, gate, omega, b)
 
+
+def scan_real(B, C, T, fla=False):
+    if fla:
+        from fla.ops.hgrn import chunk_hgrn
+    log_decay, b = torch.empty(B, T, C).uniform_(0.9, 1).log(), torch.randn(B, T, C)
+    return Gradients(lambda ld, b: (chunk_hgrn(b, ld) if fla else kernels.complex_scan(ld, None, b))[0], log_decay, b)
+
+
+def scan_accelerated(B, C, T, triton=False):  # is given exp(log_decay + i theta), which complex_scan computes
+    scan = import_module(f"accelerated_scan.{'complex' if triton else 'ref'}").scan
     a = torch.polar(torch.empty(B, C, T).uniform_(0.9, 1), torch.empty(B, C, T).uniform_(-3, 3))
-    return gradients(scan, a, torch.randn(B, C, T, dtype=torch.complex64))
+    return Gradients(scan, a, torch.randn(B, C, T, dtype=torch.complex64))
 
 
 def scan_accelerated_from_angles(B, C, T):  # the same work as complex_scan
@@ -145,33 +197,43 @@ def scan_accelerated_from_angles(B, C, T):  # the same work as complex_scan
 
     log_decay, theta = torch.empty(B, C, T).uniform_(0.9, 1).log(), torch.empty(B, C, T).uniform_(-3, 3)
     b = torch.randn(B, C, T, dtype=torch.complex64)
-    return gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), log_decay, theta, b)
+    return Gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), log_decay, theta, b)
 
 
 def scan_selective(B, T, E, N, backend=None):
     A = -torch.arange(1, N + 1).float().repeat(E, 1)
     inputs = torch.randn(B, T, E), 0.1 * torch.rand(B, T, E), A, torch.randn(B, T, N), torch.randn(B, T, N)
-    return gradients(lambda *x: selective_scan(*x, backend=backend)[0], *inputs)
+    return Gradients(lambda *x: kernels.selective_scan(*x, backend=backend)[0], *inputs)
 
 
 def attend(function, width, T):
     """Sequences of T tokens one after another, TOKENS in all: equal times are equal times a token."""
-    once = gradients(function, *(torch.randn(1, 2, T, *width) for _ in range(3)))
+    once = Gradients(function, *(torch.randn(1, 2, T, *width) for _ in range(3)))
     return lambda: [once() for _ in range(TOKENS // T)]
 
 
 def attend_born(method, T):
-    return attend(lambda *x: born_attention(*x, method=method)[0], (N, 2), T)
+    return attend(lambda *x: kernels.born_attention(*x, method=method)[0], (N, 2), T)
 
 
 def attend_softmax(T):
     return attend(partial(F.scaled_dot_product_attention, is_causal=True), (64,), T)
 
 
+def attend_heads(B, T, method):
+    q, k, v = (torch.randn(B, HEADS, T, N, 2) for _ in range(3))  # float32, as H-Transformer hands them over
+    return Gradients(lambda *x: kernels.born_attention(*x, method=method)[0], q, k, v)
+
+
+def attend_flash(B, T):
+    attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(partial(F.scaled_dot_product_attention, is_causal=True))
+    return Gradients(attention, *(torch.randn(B, HEADS, T, 64, dtype=torch.bfloat16) for _ in range(3)))
+
+
 def remember(B, T, H, D, real=False, backend=None):
     pair = () if real else (2,)
     inputs = *(torch.randn(B, H, T, D, *pair) for _ in range(3)), -F.softplus(torch.randn(B, H, T) - 3)
-    return gradients(lambda *x: phase_memory(*x, real=real, backend=backend)[0], *inputs)
+    return Gradients(lambda *x: kernels.phase_memory(*x, real=real, backend=backend)[0], *inputs)
 
 
 def remember_fla(B, T, H, D):
@@ -180,13 +242,25 @@ def remember_fla(B, T, H, D):
     except ImportError:
         return "not found (put fla/ops/simple_gla of flash-linear-attention on PYTHONPATH; it needs einops)"
     inputs = *(torch.randn(B, T, H, D) for _ in range(3)), -F.softplus(torch.randn(B, T, H) - 3)
-    return gradients(lambda *x: naive_chunk_simple_gla(*x)[0], *inputs)
+    return Gradients(lambda *x: naive_chunk_simple_gla(*x)[0], *inputs)
+
+
+def remember_simple_gla(B, T, H, D, dtype):
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    inputs = *(torch.randn(B, T, H, D, dtype=dtype) for _ in range(3)), -F.softplus(torch.randn(B, T, H) - 3)
+    return Gradients(lambda *x: chunk_simple_gla(*x, scale=1.0)[0], *inputs)
 
 
 def remember_in_pieces(real, T):
     """Sequences of T tokens one after another, TOKENS in all: equal times are equal times a token."""
     once = remember(1, T, 2, 64, real)
     return lambda: [once() for _ in range(TOKENS // T)]
+
+
+def matmul(n):
+    x, y = torch.randn(2, n, n, dtype=torch.bfloat16)
+    return lambda: x @ y
 
 
 def copy(*_):
@@ -260,12 +334,8 @@ CASES = {  # section: {title: (candidates; shape; float32 numbers that have to m
     "scan": {
         # log_decay and theta are 1 number per element, b and h 2; each has a gradient
         "complex_scan, B2 C256 T512": (COMPLEX, (2, 256, 512), 2 * (2 * 256 * 512) * (1 + 1 + 2 + 2)),
-        # u, dt and y are E numbers per token, B and C N; and A
-        "selective_scan, B16 T256 E256 N16": (
-            SELECTIVE,
-            (16, 256, 256, 16),
-            2 * (16 * 256 * (3 * 256 + 2 * 16) + 256 * 16),
-        ),
+        # u, dt and y are E numbers per token, B and C N, together 800; and A
+        "selective_scan, B16 T256 E256 N16": (SELECTIVE, (16, 256, 256, 16), 2 * (16 * 256 * 800 + 256 * 16)),
     },
     "born": {f"two heads, {TOKENS // T} times {T} tokens": (BORN, (T,), None) for T in (256, 1024, 2048, 4096, TOKENS)},
     "tasks": {"task models, five seeds": ({name: partial(train_task, name) for name in csp.MODELS}, (), None)},
@@ -298,7 +368,12 @@ def build(make, *shape):
     try:
         return make(*shape)
     except ImportError as e:
-        return f"not installed (pip install {(e.name or str(e)).partition('.')[0].replace('_', '-')})"
+        return not_installed(e)
+
+
+def not_installed(e):
+    package = (e.name or str(e)).partition(".")[0].replace("_", "-")
+    return f"not installed (pip install {'flash-linear-attention' if package == 'fla' else package})"
 
 
 def take_turns(section, title, repeats):
@@ -418,7 +493,7 @@ def step(args):
 
 def start(args):
     batch, seq = 16, 256  # of size tiny
-    corpus = load("stdlib", seq)  # so that preparing it, once for ever, is not timed
+    corpus = data.load("stdlib", seq)  # so that preparing it, once for ever, is not timed
     tokens = corpus.split("train")
     with TemporaryDirectory() as folder:
         log, begin = Path(folder) / "run/log.jsonl", perf_counter()
@@ -437,7 +512,7 @@ def start(args):
         raise InputError("python train.py ended before its tenth step")
 
     def read(step):
-        get_windows(tokens, seq, train_index(num_windows(tokens, seq), 1, step, batch))
+        data.get_windows(tokens, seq, data.train_index(data.num_windows(tokens, seq), 1, step, batch))
 
     waits = [timeit(partial(read, step), number=1) for step in range(100)]
     share = median(waits) * speed / (batch * seq)
@@ -464,7 +539,7 @@ def convert(repeats):
     from pyarrow.parquet import write_table
 
     pa.set_cpu_count(1)
-    text = load("stdlib", 1).tokens[:10_000_000].tobytes().decode("ascii", "replace")
+    text = data.load("stdlib", 1).tokens[:10_000_000].tobytes().decode("ascii", "replace")
     rows = []
     with TemporaryDirectory() as folder:
         documents = [text[i : i + 5000] for shift in range(10) for i in range(100 * shift, len(text) - 5000, 5000)]
@@ -473,9 +548,9 @@ def convert(repeats):
         seconds = []
         for i in range(repeats):
             os.utime(f"{folder}/x.parquet", (i, i))  # a new file: it is converted again
-            seconds.append(timeit(lambda: load(f"{folder}/x.parquet", 1), number=1))
-        path = load(f"{folder}/x.parquet", 1).path
-        hashing = [timeit(lambda: hash_file(path), number=1) for _ in range(repeats)]
+            seconds.append(timeit(lambda: data.load(f"{folder}/x.parquet", 1), number=1))
+        path = data.load(f"{folder}/x.parquet", 1).path
+        hashing = [timeit(lambda: data.hash_file(path), number=1) for _ in range(repeats)]
         for what, times in (
             ("parquet to corpus: read, join, hash, write, fsync", seconds),
             ("SHA-256 of a file", hashing),
@@ -500,15 +575,251 @@ def corpus(args):
     )
 
 
-SECTIONS = {
-    "params": params,
-    "loss": loss,
-    **{s: partial(timings, section=s) for s in CASES},
-    "step": step,
-    "memory": memory,
-    "data": corpus,
-    "start": start,
-}
+# ----------------------------------------------------------------------------------------------------------------------
+# The GPU part. A job (cells, function, *arguments) becomes a row: the cells, then what the function measured. It runs in a
+# child process, which can be killed, as a kernel that hangs cannot be interrupted, and which CUDA errors may spoil.
+
+
+def timed(once, device):
+    if device.type != "cuda":
+        return timeit(once, number=1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    once()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def measure(once, device, seconds=0.2, least=5, flush=True):
+    """Seconds of each repetition: at least `least`, at most 100, about `seconds` in all. With `flush` a GPU writes FLUSH
+    bytes before each: that empties its caches, and lets the CPU get ahead, so that launching kernels is not timed."""
+    other = torch.empty(FLUSH if flush and device.type == "cuda" else 0, dtype=torch.int8, device=device)
+    times = []
+    while len(times) < least or (len(times) < 100 and sum(times) < seconds):
+        other.zero_()
+        times.append(timed(once, device))
+    return times
+
+
+def operation_job(device, make, shape, whole, work):
+    """Times what make(*shape) returns, or, if not `whole`, its forward; the work is given, or the bytes it has to move."""
+    with device:
+        made = make(*shape)
+    once = made if whole else made.forward
+    once(), once()  # the first may compile
+    return {"seconds": measure(once, device), "work": work or made.traffic(whole)}
+
+
+def fitting(step, micro):
+    """The first of micro, micro / 2, ... whose step does not run out of memory."""
+    while True:
+        try:
+            step(micro)
+            return micro
+        except RuntimeError as e:
+            if micro == 1 or not re.search("out of memory|allocate", str(e)):
+                raise
+        gc.collect()
+        torch.cuda.empty_cache()  # outside of the except clause, which keeps the tensors of the step alive
+        micro //= 2
+
+
+def train_job(device, name, size, compiled, micro=MICRO):
+    model_class, config = parse_spec(name, size, data.GPT2_VOCAB if size in PAM_SIZES else V)
+    seq = PROTOCOLS[size]["seq"]
+    gc.collect()  # of the model before
+    with device:
+        model = model_class(config).train()
+    model.checkpointing = True
+    optimizer, _ = make_optimizer(model, PROTOCOLS[size]["lr"], device)
+
+    def step(micro):
+        optimizer.zero_grad(set_to_none=True)
+        idx = torch.randint(config.V, (micro, seq + 1), device=device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+    micro = fitting(step, micro)
+    if compiled:  # only now, as every size would be compiled; the layers share one graph
+        torch.compiler.reset()
+        for layer in model.layers:
+            layer.compile()
+        micro = fitting(step, micro)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = measure(partial(step, micro), device, seconds=3, least=2, flush=False)
+    tokens, cuda = micro * seq, device.type == "cuda"
+    return {"seconds": seconds, "micro": micro, "tokens": tokens, "work": tokens * model.flops_per_token(seq),
+            "memory": torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None,
+            "nominal": PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if cuda else None}  # fmt: skip
+
+
+def work_off(pipe, jobs):
+    """In the child: sends what each job returned, or why it did not in a line, and whether this process can go on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    for function, *arguments in jobs:
+        torch.manual_seed(0)
+        usable = True
+        try:
+            result = function(*arguments)
+        except ImportError as e:
+            result = not_installed(e)
+        except Exception as e:  # noqa: BLE001  whatever it is, the other jobs follow
+            result = f"failed: {' '.join(f'{type(e).__name__}: {e}'.split())[:160]}"
+            usable = not re.search(r"CUDA error|Triton Error \[CUDA\]", str(e))  # after these nothing works here
+        pipe.send((result, usable))
+        torch.cuda.empty_cache()
+
+
+def results(jobs, deadline, patience):
+    """What becomes of each job, in order: what it returned, or a line. None may take more than `patience` seconds, and all
+    end at `deadline`; after a child that was killed or died, another one goes on with the rest."""
+    context, done = get_context(START), 0
+    if START == "forkserver":
+        context.set_forkserver_preload(["torch"])
+    while done < len(jobs) and perf_counter() < deadline:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=work_off, args=(sender, jobs[done:]))
+        child.start()
+        sender.close()
+        usable = True
+        try:
+            while usable and done < len(jobs):
+                if not receiver.poll(max(0, min(patience, deadline - perf_counter()))):
+                    if perf_counter() < deadline:
+                        done += 1
+                        yield f"left out: no result within {patience:g} s"
+                    break
+                result, usable = receiver.recv()
+                done += 1
+                yield result
+        except EOFError:
+            child.join(5)
+            done += 1
+            yield f"failed: its process ended with code {child.exitcode}"
+        finally:
+            child.kill()
+            child.join(5)
+    yield from ["left out: deadline"] * (len(jobs) - done)
+
+
+def rows_of(jobs, args, section, cells):
+    """A row per job, as soon as it is there: its first cells, then cells(result, *first cells), or why there are none."""
+    calls = [(function, args.device, *arguments) for _, function, *arguments in jobs]
+    for result, (first, *_) in zip(results(calls, args.deadline, SECONDS[section] / 2), jobs):
+        yield [*first, *([result] if isinstance(result, str) else cells(result, *first))]
+
+
+def times_and_rate(result, unit):
+    """Median, smallest and largest time in ms, and work per second in the unit."""
+    seconds = result["seconds"]
+    rate = result["work"] / median(seconds) / {"GB/s": 1e9, "TFLOP/s": 1e12}[unit]
+    return [1e3 * median(seconds), 1e3 * min(seconds), 1e3 * max(seconds), rate]
+
+
+def operations(args, section):
+    cases = sorted(OPERATIONS[section](), key=lambda case: case[0].startswith("fla"))  # last: importing it takes long
+    jobs = [((name, shape, passes, unit), operation_job, make, arguments, passes != "forward", amount)
+            for name, shape, make, arguments, unit, work in cases for passes, amount in work.items()]  # fmt: skip
+
+    def cells(result, name, shape, passes, unit):
+        values = times_and_rate(result, unit)
+        if section == "ceiling":
+            args.ceiling[unit] = values[-1]
+        return [*values, values[-1] / args.ceiling[unit] if unit in args.ceiling else None]
+
+    columns = "operation", "shape", "passes", "unit", "ms", "min", "max", "rate", "of ceiling"
+    yield f"GPU: {section}", columns, rows_of(jobs, args, section, cells)
+
+
+def ceiling_cases():
+    yield "copy", "256 MB", copy, (), "GB/s", {"-": 2 * 2**28}  # it reads and writes
+    yield "bf16 matrix product", "8192", matmul, (8192,), "TFLOP/s", {"-": 2 * 8192**3}
+
+
+def scan_cases():
+    T, C, both = (
+        1024,
+        HEADS * N,
+        dict.fromkeys(("forward", "forward, backward")),
+    )  # None: the bytes of Gradients.traffic
+    for B in (8, 32):
+        heads, complex_, real = f"B{B} T{T} H{HEADS} N{N}", f"B{B} T{T} C{C}", f"B{B} T{T} C{2 * C}"
+        yield "complex_scan", complex_, scan_complex, (B, C, T), "GB/s", both
+        yield "cayley_scan", heads, scan_cayley, (B, T, HEADS, N), "GB/s", both
+        yield "cayley_scan, bf16", heads, scan_cayley, (B, T, HEADS, N, torch.bfloat16), "GB/s", both
+        yield "selective_scan", f"B{B} T{T} E{E} N{N}", scan_selective, (B, T, E, N), "GB/s", both
+        yield "complex_scan, theta=None", real, scan_real, (B, 2 * C, T), "GB/s", both  # a state of as many numbers
+        yield "accelerated_scan.complex.scan, a given", complex_, scan_accelerated, (B, C, T, True), "GB/s", both
+        yield "fla chunk_hgrn", real, scan_real, (B, 2 * C, T, True), "GB/s", both
+
+
+def flops(one, forward, backward):
+    return {"forward": one * forward, "forward, backward": one * (forward + backward)}
+
+
+def born_cases():
+    for B, T in ((8, 1024), (32, 1024), (16, 2048), (8, 4096), (4, 8192), (2, 16384)):
+        shape, tokens = f"B{B} H{HEADS} T{T}", B * HEADS * T
+        # For half of the pairs a product 2N wide each for the two parts of the score, and for the value; the backward
+        # repeats the first two and has two for each of the three. Softmax has 2 products, 64 wide, and then 5.
+        quadratic, softmax = flops(tokens * T / 2 * 2 * 2 * N, 3, 8), flops(tokens * T / 2 * 2 * 64, 2, 5)
+        # The N^2 features of k and of q meet a state of width 2N+1; inside a chunk of 64 it is as above.
+        linear = flops(tokens * (2 * 2 * N**2 * (2 * N + 1) + 64 / 2 * 2 * 2 * N * 3), 1, 2)
+        yield "born_attention, quadratic", shape, attend_heads, (B, T, "quadratic"), "TFLOP/s", quadratic
+        yield "born_attention, linear", shape, attend_heads, (B, T, "linear"), "TFLOP/s", linear
+        yield "SDPA flash, width 64, bf16", shape, attend_flash, (B, T), "TFLOP/s", softmax
+
+
+def phase_cases():
+    for B, T, H, D in ((8, 1024, 6, 64), (32, 1024, 6, 64), (2, 16384, 6, 64)):
+        # PAM eqs. 6-7: a number of S takes part in an outer product and in a read; 4 products for a complex one
+        shape, real = f"B{B} T{T} H{H} D{D}", B * T * H * D**2 * 2 * 2
+        yield "phase_memory, complex (PAM)", shape, remember, (B, H, T, D), "TFLOP/s", flops(4 * real, 1, 2)
+        yield "phase_memory, real (SAM)", shape, remember, (B, H, T, D, True), "TFLOP/s", flops(real, 1, 2)
+        for kind in (torch.float32, torch.bfloat16):
+            name = f"fla chunk_simple_gla, {str(kind)[6:]}"
+            yield name, shape, remember_simple_gla, (B, T, H, D, kind), "TFLOP/s", flops(real, 1, 2)
+
+
+OPERATIONS = {"ceiling": ceiling_cases, "scan": scan_cases, "born": born_cases, "phase": phase_cases}
+
+
+def train(args):
+    names, speed, rows = list(MODELS), {}, []
+    pairs = list(product(zip(names[::2], names[1::2]), ("eager", "compiled")))
+    sizes = {name: "253m" if "253m" in MODELS[name].SIZES else "100m" for name in names}
+    jobs = [((name, sizes[name], blocks), train_job, name, sizes[name], blocks == "compiled")
+            for pair, blocks in pairs for name in pair]  # fmt: skip
+
+    def cells(result, name, size, blocks):
+        *ms, rate = times_and_rate(result, "TFLOP/s")
+        speed[name, blocks] = tokens = result["tokens"] / median(result["seconds"])
+        peaks = args.ceiling.get("TFLOP/s"), result["nominal"] and result["nominal"] / 1e12
+        return [result["micro"], *ms, tokens, *(peak and rate / peak for peak in peaks), result["memory"]]
+
+    columns = ["model", "size", "blocks", "micro-batch", "ms", "min", "max", "tokens/s"]
+    columns += ["MFU", "MFU of the nominal peak", "GB at peak"]
+    yield "GPU: training steps, bf16", columns, rows_of(jobs, args, "train", cells)
+    for pair, blocks in pairs:
+        (ours, theirs), steps = (MODELS[name].__name__ for name in pair), PAPER_STEPS.get(pair[0])
+        if all((name, blocks) in speed for name in pair):
+            ratio = speed[pair[0], blocks] / speed[pair[1], blocks]
+            need = f"{ours} must need fewer than {100 * ratio:.1f} % of {theirs}'s steps"
+            rows.append([need, blocks, ratio, steps, steps and steps / ratio])
+        else:
+            rows.append([f"{ours} and {theirs}", blocks, "not both measured"])
+    columns = "to be the faster one", "blocks", "ratio of tokens/s", "the paper's ratio of steps", "time at that ratio"
+    yield "GPU: break-even (QS 9.3)", columns, rows
+
+
+CPU_SECTIONS = {"params": params, "loss": loss, **{s: partial(timings, section=s) for s in CASES}}
+CPU_SECTIONS |= {"step": step, "memory": memory, "data": corpus, "start": start}
+GPU_SECTIONS = {**{s: partial(operations, section=s) for s in OPERATIONS}, "train": train}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # python bench.py
@@ -520,48 +831,81 @@ def positive(text):
     return int(text)
 
 
-def section_names(text):
-    for name in text.split(","):
-        if name not in SECTIONS:
-            raise argparse.ArgumentTypeError(f"unknown section {name!r}; known: {', '.join(SECTIONS)}")
-    return text.split(",")
-
-
-def machine(threads):
+def machine(args):
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     cpu = cpu[1] if cpu else platform.processor() or platform.machine()
+    text = f"{cpu}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}"
+    if args.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(args.device)
+        return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}; {text}"
     malloc = " ".join(f"{variable}={value}" for variable, value in KEEP_MEMORY.items())
-    return (
-        f"{cpu}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, threads: {threads}. "
-        f"Timed with {malloc} except where it says default allocator."
-    )
+    return f"{text}, threads: {args.threads}. Timed with {malloc} except where it says default allocator."
 
 
-def main():
-    description, _, notes = __doc__.partition("\n\n")
-    parser = Parser(description=description, epilog=notes)
-    parser.add_argument("--sections", type=section_names, default=SECTIONS, metavar="A,B", help="default: all of them")
-    threads = "threads of torch; more than there are free cores can be far slower than one (default: %(default)s)"
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help=threads)
-    repeats = "rounds to time, at least, after 2 to warm up (default: %(default)s)"
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help=repeats)
-    parser.add_argument("--large", action="store_true", help="the untrained loss at 253m too: 2 GB, half a minute")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the output to FILE, which must be new")
-    args = parser.parse_args()
-    with explain(f"create {args.out}"):
-        out = args.out.open("x") if args.out else None
+def cell(x):
+    if x is None or isinstance(x, str):
+        return x or "-"
+    return f"{x:,.0f}" if isinstance(x, int) or x >= 1000 else f"{x:.3g}"
+
+
+def write(tables, document, out):
+    """Prints tables as Markdown, each row as soon as it is there. `out`, if given, gets the same, and `document`, which
+    gathers it, goes beside it as JSON, whole after every row."""
 
     def say(line):
         for file in filter(None, (sys.stdout, out)):
             print(line, file=file, flush=True)
 
-    say(machine(args.threads))
-    for name in args.sections:
-        for title, columns, rows in SECTIONS[name](args):
-            say(f"\n### {title}\n")
-            for cells in (columns, ["---"] * len(columns), *rows):
-                say("| " + " | ".join([*cells, *[""] * (len(columns) - len(cells))]) + " |")
+    def say_row(cells, width):
+        say("| " + " | ".join([*map(cell, cells), *[""] * (width - len(cells))]) + " |")
+
+    say(document["machine"])
+    for title, columns, rows in tables:
+        say(f"\n### {title}\n")
+        say_row(columns, len(columns))
+        say_row(["---"] * len(columns), len(columns))
+        document["tables"].append({"title": title, "columns": columns, "rows": []})
+        for cells in rows:
+            say_row(cells, len(columns))
+            document["tables"][-1]["rows"].append(cells)
+            if out:
+                data.replace_file(Path(out.name).with_suffix(".json"), lambda f: f.write(json.dumps(document).encode()))
+
+
+def tables(args, sections, names):
+    for name in names:
+        args.deadline += SECONDS.get(name, 0)
+        yield from sections[name](args)
+
+
+def main():
+    description, _, notes = __doc__.partition("\n\n")
+    parser = Parser(description=description, epilog=notes)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
+    parser.add_argument("--sections", metavar="A,B", help="of the CPU or the GPU part (default: all of them)")
+    threads = "CPU: threads of torch; more than there are free cores can be far slower than one (default: %(default)s)"
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help=threads)
+    repeats = "CPU: rounds to time, at least, after 2 to warm up (default: %(default)s)"
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help=repeats)
+    parser.add_argument("--large", action="store_true", help="CPU: the untrained loss at 253m too: 2 GB, half a minute")
+    out = "also write the output to FILE, which must be new, and as JSON beside it (CUDA: default bench-DATE-TIME.md)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
+    args = parser.parse_args()
+    args.device, args.ceiling, args.deadline = pick_device(args.device), {}, perf_counter()
+    sections = GPU_SECTIONS if args.device.type == "cuda" else CPU_SECTIONS
+    names = args.sections.split(",") if args.sections else list(sections)
+    for name in names:
+        if name not in sections:
+            raise InputError(f"unknown section {name!r}; known: {', '.join(sections)} (see bench.py --help)")
+    if args.device.type == "cuda" and not args.out:
+        args.out = Path(strftime("bench-%Y%m%d-%H%M%S.md"))
+    with explain(f"create {args.out}"):
+        out = args.out.open("x", encoding="utf-8") if args.out else None
+        if out:
+            args.out.with_suffix(".json").touch(exist_ok=False)
+    document = {"machine": machine(args), "git": provenance(torch.device("cpu"), 1)["git"], "tables": []}
+    write(tables(args, sections, names), document, out)
 
 
 if __name__ == "__main__":

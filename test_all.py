@@ -3,12 +3,14 @@
 Groups: kernels against their references, models, data and its faults, training, sampling, report, README.
 """
 
+import argparse
 import contextlib
 import copy
 import dataclasses
 import email.utils
 import hashlib
 import http.server
+import importlib
 import json
 import math
 import os
@@ -24,6 +26,7 @@ import threading
 import time
 import tracemalloc
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -5280,6 +5283,259 @@ def test_task_report_refuses_what_does_not_belong_together(program, short_tasks)
                           (("unfinished",), "not finished"), (("copy", "text"), "do not go into one report")]:  # fmt: skip
         code, out, err = program(report, *runs)
         assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The GPU part of the benchmark, on the CPU
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu_part(monkeypatch):
+    """GPU sections on the CPU: what the child does happens here, at tiny shapes, and every repetition takes 0.1 s.
+
+    Returns a function that takes the names of sections and gives their tables, as (title, columns, list of rows)."""
+
+    class Pipe(list):
+        send = list.append
+
+    def in_process(jobs, deadline, patience):
+        pipe, handler = Pipe(), signal.getsignal(signal.SIGINT)
+        bench.work_off(pipe, jobs)
+        signal.signal(signal.SIGINT, handler)
+        yield from (result for result, _ in pipe)
+
+    def cayley_scan(delta, dt, gate, omega, b):  # until kernels.py has one
+        theta = 2 * torch.atan(0.5 * dt.unsqueeze(-1) * (delta + omega)).float()
+        gate = F.logsigmoid(gate.float()).flatten(2)
+        return kernels.complex_scan(gate, theta.flatten(2), b.flatten(2, 3))
+
+    monkeypatch.setattr(kernels, "cayley_scan", cayley_scan, raising=False)
+    monkeypatch.setattr(bench, "results", in_process)
+    monkeypatch.setattr(bench, "timed", lambda once, device: once() is Ellipsis or 0.1)
+    args = argparse.Namespace(device=CPU, ceiling={}, deadline=0.0)
+
+    def run(*names):
+        return [(title, columns, list(rows)) for title, columns, rows in bench.tables(args, bench.GPU_SECTIONS, names)]
+
+    return run
+
+
+def tiny(cases):
+    """Cases of a section at shapes that a CPU computes at once, one of each operation."""
+
+    def small(x):
+        return min(x, 16) if type(x) is int else x
+
+    seen = {
+        name: (name, shape, make, tuple(map(small, a)), *rest)
+        for name, shape, make, a, *rest in reversed(list(cases()))
+    }
+    return lambda: seen.values()
+
+
+def test_gpu_operations_are_timed_and_compared(gpu_part, monkeypatch):
+    for module in ("fla", "fla.ops.hgrn", "fla.ops.simple_gla", "accelerated_scan", "accelerated_scan.complex"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(bench, "OPERATIONS", {name: tiny(cases) for name, cases in bench.OPERATIONS.items()})
+    monkeypatch.setattr(bench, "copy", lambda: list)
+    tables = dict(zip(("ceiling", "scan", "born", "phase"), gpu_part("ceiling", "scan", "born", "phase")))
+    for _, columns, rows in tables.values():
+        for row in rows:
+            assert len(row) in (len(columns), 5)  # measured, or a line
+    ceiling = {row[3]: row[7] for row in tables["ceiling"][2]}
+    assert ceiling == {"GB/s": 2 * 2**28 / 0.1 / 1e9, "TFLOP/s": 2 * 8192**3 / 0.1 / 1e12}
+    peers = [row[0].startswith("fla") for row in tables["scan"][2]]
+    assert peers == sorted(peers)
+    measured = {(name, passes): row for t in tables.values() for name, _, passes, *row in t[2]}
+    # B8 C16 T16, float32: log_decay, theta 1, b, h 2; the backward reads the first three and dh, and writes 1, 1, 2.
+    for passes, numbers in (("forward", 6), ("forward, backward", 6 + 6 + 4)):
+        unit, *ms, rate, share = measured["complex_scan", passes]
+        assert (unit, *ms) == ("GB/s", 100, 100, 100)
+        assert rate == pytest.approx(4 * numbers * 8 * 16 * 16 / 0.1 / 1e9)
+        assert share == pytest.approx(rate / ceiling["GB/s"])
+    half, whole = (measured[name, "forward"][4] for name in ("cayley_scan, bf16", "cayley_scan"))
+    assert half / whole == pytest.approx(2 / 3, abs=0.01)  # 4 of 6 numbers are halved: h is float32, as always
+    for name, package in (("fla chunk_hgrn", "flash-linear-attention"), ("fla chunk_simple_gla, bfloat16", "flash-linear-attention"),
+                          ("accelerated_scan.complex.scan, a given", "accelerated-scan")):  # fmt: skip
+        assert measured[name, "forward"][1:] == [f"not installed (pip install {package})"]
+    for name in (
+        "selective_scan",
+        "born_attention, quadratic",
+        "born_attention, linear",
+        "phase_memory, complex (PAM)",
+    ):
+        assert len(measured[name, "forward, backward"]) == 6
+    assert all(0 < row[5] for row in measured.values() if len(row) == 6)
+
+
+def test_gpu_rows_survive_failures_hangs_and_the_deadline(monkeypatch):
+    """In real child processes. Exceptions go on in the same one; after a hang, a death or a CUDA error there is a new one."""
+    monkeypatch.setattr(bench, "START", "fork")  # starts at once; nothing here uses torch
+    jobs = [(os.getpid,), (math.sqrt, -1), (os.getpid,), (exec, "raise RuntimeError('CUDA error: misaligned')"), (os.getpid,),
+            (os._exit, 3), (os.getpid,), (time.sleep, 60), (os.getpid,), (importlib.import_module, "no_such.x"), (time.sleep, 0)]  # fmt: skip
+    found = list(bench.results(jobs, time.perf_counter() + 30, 0.5))
+    first, error, same, spoilt, second, died, third, hung, fourth, missing, slept = found
+    assert first == same
+    assert len({first, second, third, fourth, os.getpid()}) == 5
+    assert (error, spoilt) == ("failed: ValueError: math domain error", "failed: RuntimeError: CUDA error: misaligned")
+    assert (died, hung) == ("failed: its process ended with code 3", "left out: no result within 0.5 s")
+    assert (missing, slept) == ("not installed (pip install no-such)", None)
+    for pid in (first, second, third, fourth):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    start = time.perf_counter()
+    found = list(bench.results([(math.sqrt, 4), (time.sleep, 60), (math.sqrt, 9), (math.sqrt, 16)], start + 0.5, 60))
+    assert found == [2, *["left out: deadline"] * 3]
+    assert time.perf_counter() - start < 5
+    assert list(bench.results([(math.sqrt, 4)], start, 60)) == ["left out: deadline"]
+    assert sum(bench.SECONDS.values()) < 240 - 10  # four minutes with the start
+    assert list(bench.SECONDS) == list(bench.GPU_SECTIONS)
+
+
+def test_deadlines_add_up(monkeypatch):
+    """What one section leaves of its time is the next one's."""
+    deadlines = {}
+
+    def section(args, name):
+        deadlines[name] = args.deadline
+        yield "title", ("what",), []
+
+    sections = {name: partial(section, name=name) for name in ("scan", "train")}
+    list(bench.tables(argparse.Namespace(deadline=100.0), sections, ["scan", "train"]))
+    assert deadlines == {
+        "scan": 100 + bench.SECONDS["scan"],
+        "train": 100 + bench.SECONDS["scan"] + bench.SECONDS["train"],
+    }
+
+
+def test_json_is_whole_after_every_row(tmp_path, capsys):
+    path, seen = tmp_path / "x.json", []
+
+    def rows():
+        for row in (["a", 1, 0.12345], ["b", None, 12345.6], ["c", "failed: x"]):
+            yield row
+            seen.append(json.loads(path.read_text())["tables"][-1]["rows"])
+
+    with (tmp_path / "x.md").open("x") as out:
+        bench.write([("one", ("name", "n", "x"), rows()), ("two", ("name",), [])], {"machine": "M", "tables": []}, out)
+    assert [len(x) for x in seen] == [1, 2, 3]
+    assert seen[-1] == [["a", 1, 0.12345], ["b", None, 12345.6], ["c", "failed: x"]]
+    printed = "M\n\n### one\n\n| name | n | x |\n| --- | --- | --- |\n| a | 1 | 0.123 |\n| b | - | 12,346 |\n| c | failed: x |  |\n"
+    assert capsys.readouterr().out.startswith(printed)
+    assert (tmp_path / "x.md").read_text().startswith(printed)
+
+
+def test_micro_batch_is_halved_until_it_fits(monkeypatch):
+    tried, error = [], torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(bench.gc, "collect", list)  # of this process it takes long
+
+    def step(micro):
+        tried.append(micro)
+        if micro > most:
+            raise error
+
+    for most in (256, 40, 1):
+        tried.clear()
+        assert bench.fitting(step, 256) == {256: 256, 40: 32, 1: 1}[most]
+        assert tried == [2**i for i in range(8, -1, -1)][: len(tried)]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.fitting(step, 256)
+    error = RuntimeError("illegal")
+    tried.clear()
+    with pytest.raises(RuntimeError, match="illegal"):
+        bench.fitting(step, 256)
+    assert tried == [256]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_training_step_of_the_benchmark(monkeypatch, compiled):
+    """As train.py trains: bf16 autocast, float32 parameters, checkpointing. One compiled graph serves all layers."""
+    calls, moved, layers, forward, compile = [], [], set(), hmamba.HMamba.forward, torch.nn.Module.compile
+
+    def watched(self, idx, targets):
+        calls.append((tuple(idx.shape), torch.is_autocast_enabled("cpu"), self.checkpointing, self.training))
+        assert all(p.dtype == torch.float32 for p in self.parameters())
+        moved.append(self.layers[0].in_proj.weight.sum().item())
+        if len(idx) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, idx, targets)
+
+    monkeypatch.setattr(bench, "timed", lambda once, device: once() or 2.0)
+    monkeypatch.setattr(hmamba.HMamba, "forward", watched)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda m: layers.add(m) or compile(m, backend="eager"))
+    monkeypatch.setitem(train.PROTOCOLS, "tiny", train.PROTOCOLS["tiny"] | {"seq": 32})
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    result = bench.train_job(CPU, "hmamba", "tiny", compiled, 8)
+    steps = 3 + compiled  # one to find the micro-batch, one to compile, two that are timed
+    assert calls == [((n, 32), True, True, True) for n in (8, 4, *[2] * steps)]
+    assert len(set(moved)) == steps
+    flops = 64 * hmamba.HMamba(hmamba.HMamba.SIZES["tiny"]).flops_per_token(32)
+    assert result == {"seconds": [2, 2], "micro": 2, "tokens": 64, "work": flops, "memory": None, "nominal": None}
+    assert (len(layers), torch._dynamo.utils.counters["stats"]["unique_graphs"]) == ((4, 1) if compiled else (0, 0))
+    torch.compiler.reset()
+
+
+def test_mfu_and_break_even(gpu_part, monkeypatch):
+    def fake(device, name, size, compiled):
+        if (name, compiled) == ("transformer", True):
+            raise ValueError("no")
+        seconds = {"hmamba": 2.0, "mamba": 1.0}.get(name, 4.0) / (1 + compiled)
+        return {"seconds": [seconds, seconds], "micro": 8, "tokens": 8192, "work": 3e12, "memory": 1.5, "nominal": 6e12}
+
+    monkeypatch.setattr(bench, "train_job", fake)
+    (_, columns, rows), (_, _, even) = gpu_part("train")
+    assert [row[:3] for row in rows[:5]] == [["hmamba", "253m", "eager"], ["mamba", "253m", "eager"],
+        ["hmamba", "253m", "compiled"], ["mamba", "253m", "compiled"], ["htransformer", "253m", "eager"]]  # fmt: skip
+    assert {row[0] for row in rows} == set(sample.MODELS)
+    assert [row[:3] for row in rows[-2:]] == [["pam", "100m", "compiled"], ["sam", "100m", "compiled"]]
+    assert rows[0][3:] == [8, 2000, 2000, 2000, 4096, None, 0.25, 1.5]  # no ceiling was measured
+    assert [len(row) for row in rows] == [
+        4 if row[0] == "transformer" and row[2] == "compiled" else len(columns) for row in rows
+    ]
+    assert even[0] == ["HMamba must need fewer than 50.0 % of Mamba's steps", "eager", 0.5, 1 / 3, pytest.approx(2 / 3)]
+    assert even[2] == ["HTransformer must need fewer than 100.0 % of Transformer's steps", "eager", 1, 1 / 2, 1 / 2]
+    assert even[3] == ["HTransformer and Transformer", "compiled", "not both measured"]
+    assert even[5] == ["PAM must need fewer than 100.0 % of SAM's steps", "compiled", 1, None, None]
+    monkeypatch.setattr(bench, "OPERATIONS", {"ceiling": lambda: [("x", "", lambda: list, (), "TFLOP/s", {"-": 1e12})]})
+    gpu_part("ceiling")  # in 0.1 s
+    assert gpu_part("train")[0][2][0][-3:] == [0.15, 0.25, 1.5]
+
+
+def test_bench_runs_the_part_of_its_device(program, monkeypatch):
+    def part(args):
+        yield "rows", ("what", "n"), [["a", 1]]
+
+    monkeypatch.setattr(bench, "machine", lambda args: str(args.device))
+    monkeypatch.setattr(bench, "CPU_SECTIONS", {"one": part})
+    monkeypatch.setattr(bench, "GPU_SECTIONS", {"two": part, "three": part})
+    for device, sections, known in (("cpu", "two", "one"), ("cuda", "one", "two, three")):
+        monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu" if name == "auto" else name))
+        code, out, err = program(bench, "--device", device, "--sections", sections)
+        assert (code, out) == (2, "")
+        assert err == f"error: unknown section '{sections}'; known: {known} (see bench.py --help)\n"
+    code, out, _ = program(bench)
+    assert (code, out) == (0, "cpu\n\n### rows\n\n| what | n |\n| --- | --- |\n| a | 1 |\n")
+    assert {path.name for path in Path().iterdir()} == {"text.txt"}
+    assert program(bench, "--out", "x.md")[0] == 0
+    assert json.loads(Path("x.json").read_text())["tables"] == [
+        {"title": "rows", "columns": ["what", "n"], "rows": [["a", 1]]}
+    ]
+    Path("y.json").touch()
+    for name, message in (
+        ("x.md", "File exists: 'x.md'"),
+        ("y.md", "File exists: 'y.json'"),
+        ("no/z.md", "No such file"),
+    ):
+        code, out, err = program(bench, "--out", name)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert program(bench, "--device", "cuda")[0] == 0
+    (made,) = Path().glob("bench-*.json")
+    assert [t["title"] for t in json.loads(made.read_text())["tables"]] == ["rows", "rows"]
+    assert made.with_suffix(".md").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
