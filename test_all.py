@@ -920,7 +920,7 @@ def test_parameter_counts():
     assert abs(253_107_584 - 253_150_208) / 253_150_208 < 2e-4
     for total in (253_107_584, 253_150_208):
         assert abs(total - 253_033_856) / 253_033_856 < 5e-4
-    for size, config in htransformer.Transformer.SIZES.items():
+    for size, config in htransformer.HTransformer.SIZES.items():
         cells = {count(v, size)["total"] for v in VARIANTS if v.startswith("htransformer") and "N=" not in v}
         assert len(cells) == 1  # the factorial has equal parameters
         assert abs(cells.pop() - count("transformer", size)["total"]) <= 2 * config.D * config.L
@@ -1419,11 +1419,17 @@ def test_training_step_keeps_no_keys(monkeypatch):
 
 
 def test_pam_sizes_are_those_of_table_1():
-    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size."""
+    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size. The Transformer
+    (IV.3, matched dense) has PAM's layers, its parameters within 0.1 %, and its protocol."""
     for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
         with torch.device("meta"):
             models = [make(name, size, V=50257) for name in ("pam", "sam")]
+            dense = make("transformer", size, V=50257)
         total, twin = (model.num_params()["total"] for model in models)
+        assert dense.num_params()["total"] == pytest.approx(total, rel=1e-3), size
+        assert len(dense.layers) == len(models[0].layers)
+        assert 3 < dense.config.mlp / dense.config.D < 5
+        assert train.resolve({}, "transformer", size, "1", torch.device("cpu")).lr == 3e-5
         assert total == sum(p.numel() for p in models[0].parameters())
         assert total == pytest.approx(1e6 * millions, rel=0.01), size
         assert twin == pytest.approx(total, rel=0.005), size
@@ -4260,6 +4266,27 @@ def test_tokens_are_the_merges_of_the_file(merges):
     assert data.codec(256)[1](98) == b"b"
     with pytest.raises(data.InputError, match="a vocabulary of 300"):
         data.codec(300)
+
+
+def test_missing_merges_are_told_at_once(cache, monkeypatch):
+    """Each of the three places is asked once, without a pause; a corpus is asked for TRIES times."""
+    pytest.importorskip("tiktoken")
+    monkeypatch.setenv("NO_PROXY", "*")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # bound, but nobody listens: refused at once
+        url, pauses, asked, request = f"http://127.0.0.1:{s.getsockname()[1]}/vocab.bpe", [], [], data.request
+        monkeypatch.setattr(data.time, "sleep", pauses.append)
+        monkeypatch.setattr(data, "request", lambda *args: asked.append(args) or request(*args))
+        source = dataclasses.replace(data.VOCAB_BPE, url=url, mirrors=(url + "?1", url + "?2"))
+        monkeypatch.setattr(data, "VOCAB_BPE", source)
+        data.gpt2_encoding.cache_clear()
+        with pytest.raises(data.InputError, match=f"without a network put {re.escape(url)} as vocab.bpe into") as error:
+            data.gpt2_encoding()
+        assert str(cache / "gpt2") in str(error.value)
+        assert (len(asked), pauses) == (3, [])
+        with pytest.raises(data.InputError, match="cannot download"):
+            data.obtain(data.Source(url, 5, "0" * 64), cache / "gpt2", {"pins": {}})
+        assert (len(asked) - 3, len(pauses)) == (data.TRIES, data.TRIES - 1)
 
 
 def test_tokens_do_not_depend_on_where_text_is_cut(merges):
