@@ -181,6 +181,7 @@ class Source:
     sha256: str | None = None  # in hex; None: what the server says on first use. Of a .zip: of what is packed in it
     split: str | None = None  # that it belongs to, if the corpus comes with splits of its own
     mirrors: tuple = ()  # more URLs
+    tries: int | None = None  # of each URL; None: TRIES
 
 
 @dataclass(frozen=True)
@@ -293,10 +294,11 @@ def wait_asked(answer):
     return int(limit[1]) if limit else None
 
 
-def insist(action, url, path, position=lambda: 0):
+def insist(action, url, path, position=lambda: 0, tries=None):
     """Returns what action() returns, once it succeeds; pauses between the tries.
 
-    Args: url, path: what is downloaded whereto, for messages; position: a function that tells how many bytes have come.
+    Args: url, path: what is downloaded whereto, for messages; position: a function that tells how many bytes have come;
+        tries: how often in a row without a megabyte gained (default TRIES).
     Raises: InputError when it is in vain.
     """
     with needs("requests"):
@@ -315,7 +317,7 @@ def insist(action, url, path, position=lambda: 0):
                 wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
             elif wait > LONGEST_WAIT:
                 reason, status = f"{reason}, asks to wait {wait:.0f} s", 400
-            if failures == TRIES or (status < 500 and status not in MAY_PASS):
+            if failures == (tries or TRIES) or (status < 500 and status not in MAY_PASS):
                 raise InputError(
                     f"cannot download {url} ({reason}): run again later, which goes on where it stopped, or fetch "
                     f"{path.name} by hand and put it into {path.parent}"
@@ -346,13 +348,13 @@ def look_up(url, path):
     return insist(ask, url, path)
 
 
-def download(url, size, sha256, path):
+def download(url, size, sha256, path, tries=None):
     """Fetches the file at url to path: whole and verified, or not at all.
 
     What has come is kept in a .part file, which is tied to url (with its revision), size and hash, and is not fetched
     again, by a later call neither.
 
-    Args: size: in bytes; sha256: in hex, of a .zip that of its content. Raises: InputError, OSError.
+    Args: size: in bytes; sha256: in hex, of a .zip that of its content; tries: of `insist`. Raises: InputError, OSError.
     """
     import requests
 
@@ -406,7 +408,7 @@ def download(url, size, sha256, path):
         if f.tell() > size:
             restart()
         for again in (True, False):
-            insist(transfer, url, path, f.tell)
+            insist(transfer, url, path, f.tell, tries)
             f.flush()
             found = content_sha256(part) if path.suffix == ".zip" else digest.hexdigest()
             if found == sha256:
@@ -448,7 +450,7 @@ def obtain(source, folder, record):
                     record["pins"][url] = size, sha256
                     write_record(folder, record)
             note(f"downloading {url} ({size / 1e6:,.1f} MB)")
-            download(url, size, sha256, path)
+            download(url, size, sha256, path, source.tries)
             return path, sha256
         except InputError as e:
             if url == (source.url, *source.mirrors)[-1]:
@@ -786,6 +788,7 @@ VOCAB_BPE = Source(
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     mirrors=("https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/vocab.bpe",
              f"{HUB}/openai-community/gpt2/resolve/main/merges.txt"),
+    tries=1,  # of half a megabyte at three places: without a network the error comes within seconds
 )  # fmt: skip
 WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
 # Where text may be cut so that its parts have the tokens of the whole: behind a line break that a printable ASCII

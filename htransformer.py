@@ -314,6 +314,12 @@ class Transformer(HTransformer):
         "tiny": TransformerConfig(D=128, L=4, H=4, head=32),
         "small": TransformerConfig(D=512, L=10, H=8, head=64),
         "253m": TransformerConfig(D=1024, L=24, H=16, head=64, mlp=3096),  # the paper's width, QS 5.7; matched: 3095
+        # Beside PAM's sweep: its layers, and at GPT-2's vocabulary its parameters; D so that mlp comes near the usual 4 D.
+        "5m": TransformerConfig(D=80, L=12, head=16, mlp=340),
+        "10m": TransformerConfig(D=144, L=12, head=16, mlp=491),
+        "25m": TransformerConfig(D=336, L=6, head=48, mlp=1354),
+        "50m": TransformerConfig(D=432, L=12, head=48, mlp=1827),
+        "100m": TransformerConfig(D=576, L=16, head=64, mlp=2706),
     }
 
     def __init__(self, config):

@@ -3,6 +3,7 @@
     python report.py runs/hmamba-stdlib-tiny-s1 runs/mamba-stdlib-tiny-s1 --out curves.png
     python report.py runs/tasks-40/* --out figures
     python report.py runs/pam* runs/sam* --scaling scaling.png    runs in epochs: losses, power laws and their crossing
+    python report.py runs/pam* runs/sam* --diagnostics figures    checkpoints: rank of the memory, repetition, word pairs
 
 Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section
 8.1 and tables 5-6. Losses in the logs are in nats per token; divided by ln 2 they are bpc, bits per character, if the tokens
@@ -18,10 +19,10 @@ import statistics
 import subprocess
 import sys
 import time
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
-from data import InputError, Parser, command_line, explain, replace_file
+from data import InputError, Parser, cache_dir, command_line, explain, replace_file
 
 TARGETS = (3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
 
@@ -500,7 +501,7 @@ def epochs_table(logs):
 
 def power_law(sizes, values):
     """log10 y = a + b log10 N by least squares, unweighted (PAM section III does not say). Returns a, b and their 2 x 2 covariance, from the
-    scatter of the points about the line (zero for two points, which say nothing of it)."""
+    scatter of the points about the line (nan for two points, which say nothing of it)."""
     import numpy as np
 
     x, y = np.log10(np.asarray(sizes, float)), np.log10(np.asarray(values, float))
@@ -508,69 +509,91 @@ def power_law(sizes, values):
         raise InputError("a power law needs at least two sizes")
     X = np.stack((np.ones_like(x), x), 1)
     coefficients, *_ = np.linalg.lstsq(X, y, rcond=None)
-    scatter = ((y - X @ coefficients) ** 2).sum() / (len(x) - 2) if len(x) > 2 else 0.0
+    scatter = ((y - X @ coefficients) ** 2).sum() / (len(x) - 2) if len(x) > 2 else math.nan
     return float(coefficients[0]), float(coefficients[1]), scatter * np.linalg.inv(X.T @ X)
 
 
 def crossing(first, second):
-    """(N, y) at which two power laws (a, b, ...) meet; None if they are parallel."""
-    (a, b), (c, d) = first[:2], second[:2]
+    """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if they are parallel."""
+    (a, b, covariance), (c, d, other) = first, second
     if b == d:
         return None
     x = (c - a) / (b - d)
-    return 10**x, 10 ** (a + b * x)
+    variance = (covariance + other) * [[1, x], [x, x * x]] / (b - d) ** 2  # of first order in the errors of a, b, c, d
+    return 10**x, 10 ** (a + b * x), math.sqrt(abs(variance.sum()))  # abs: of a rounding error
 
 
-PAPER_FITS = {  # PAM: slopes in loss and perplexity, the points where the fits cross, ends of the sweep in nats
-    "loss": {"pam": -0.15, "sam": -0.12, "crossing": 4.5e9, "5m": (5.56, 4.78), "100m": (3.56, 3.26)},
-    "perplexity": {"pam": -0.65, "sam": -0.49, "crossing": 5.5e8, "ratio": (2.18, 1.36)},
+PAPER_FITS = {  # PAM: slopes in loss and perplexity, (N, y) where the fits cross
+    "loss": {"pam": -0.15, "sam": -0.12, "crossing": (4.5e9, 2.05)},
+    "perplexity": {"pam": -0.65, "sam": -0.49, "crossing": (5.5e8, 10.6)},
 }
+PAPER_LOSSES = {"5m": {"pam": 5.56, "sam": 4.78}, "100m": {"pam": 3.56, "sam": 3.26}}  # ends of its sweep, in nats
+PAPER_RATIOS = {"5m": 2.18, "100m": 1.36}  # PAM's perplexity to SAM's
 
 
 def scaling_table(logs):
-    """Fits of every model family in `logs`, in loss and in perplexity, beside the paper's. Returns (Markdown, fits),
-    fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
-    fits = {"loss": {}, "perplexity": {}}
+    """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's.
+    Returns (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
+    fits, late = {"loss": {}, "perplexity": {}}, {}  # late: {size: {quantity: {model: [y]}}}
     for quantity, of in (("loss", float), ("perplexity", math.exp)):
         points = {}
         for events in logs:
             mean, _, sigma_log = late_metric([of(x) for x in late_losses(events)])
-            name = events[0]["settings"]["model"].split(":")[0]
+            name, size = events[0]["settings"]["model"].split(":")[0], events[0]["settings"]["size"]
             points.setdefault(name, []).append((events[0]["params"]["total"], mean, sigma_log))
+            late.setdefault(size, {}).setdefault(quantity, {}).setdefault(name, []).append(mean)
         for name, of_model in points.items():
             sizes, values, sigmas = zip(*sorted(of_model))
             fits[quantity][name] = sizes, values, sigmas, power_law(sizes, values)
-    rows = []
+    rows, ends = [], []
     for quantity, models in fits.items():
         first, paper = next(iter(models)), PAPER_FITS[quantity]
         for name, (sizes, _, _, law) in models.items():
-            met = None if name == first else crossing(models[first][3], law)
-            slope = f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
-            met = [f"{met[0]:.2g} ({met[1]:.3g})", f"{paper['crossing']:.2g}"] if met else ["-", "-"]
-            rows.append([quantity, name, len(sizes), len(set(sizes)), slope, paper.get(name, "-"), *met])
+            slope, cells = f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}", ["-", "-", "-"]
+            if name != first and (met := crossing(models[first][3], law)):
+                cells[:2] = f"{met[0]:.2g} ({met[1]:.3g})", f"10^{math.log10(met[0]):.2f} +- {met[2]:.2f}"
+            if {first, name} == {"pam", "sam"}:
+                cells[2] = "{:.2g} ({})".format(*paper["crossing"])
+            rows.append([quantity, name, len(sizes), len(set(sizes)), slope, paper.get(name, "-"), *cells])
+    for size, means in late.items():
+        first = next(iter(means["loss"]))
+        loss, ppl = ({name: statistics.fmean(values) for name, values in of.items()} for of in means.values())
+        for name in loss:
+            ratio = PAPER_RATIOS.get(size, "-") if (first, name) == ("pam", "sam") else "-"
+            theirs = PAPER_LOSSES.get(size, {}).get(name, "-")
+            ends.append([size, name, f"{loss[name]:.3f}", theirs, f"{ppl[first] / ppl[name]:.2f}", ratio])
+    by_size = ["size", "model", "late loss, nats", "the paper's", "the first's perplexity / its own", "the paper's"]
     head = ["quantity", "model", "runs", "sizes", "slope +- standard error", "the paper's slope",
-            "crosses the first at N", "the paper's"]  # fmt: skip
-    return markdown(head, rows), fits
+            "crosses the first at N (y)", "N +- standard error", "the paper's"]  # fmt: skip
+    return f"{markdown(by_size, ends)}\n\n{markdown(head, rows)}", fits
 
 
 def plot_scaling(fits, out):
-    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing, into the PNG `out`."""
+    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing, into the PNG `out`; hollow
+    markers are the paper's ends of the sweep."""
     plt = pyplot()
     fig, axes = plt.subplots(2, 1, figsize=(6, 7))
     for ax, (quantity, models) in zip(axes, fits.items()):
-        laws = [law for *_, law in models.values()]
+        laws, paper = [law for *_, law in models.values()], PAPER_FITS[quantity]
         met = crossing(*laws[:2]) if len(laws) > 1 else None
         largest = max(max(sizes) for sizes, *_ in models.values())
         drawn = met if met and largest / 1e3 < met[0] < 1e3 * largest else None
         for i, (name, (sizes, values, sigmas, law)) in enumerate(models.items()):
             bars = [y * s * math.log(10) for y, s in zip(values, sigmas)]
-            ax.errorbar(
-                sizes, values, bars, fmt="^*os"[i % 4], color=f"C{i}", capsize=2, label=f"{name}, slope {law[1]:.2f}"
-            )
+            label = f"{name}, slope {law[1]:.2f}" + (f" (the paper's {paper[name]})" if name in paper else "")
+            marker, colour = "^*os"[i % 4], f"C{i}"
+            ax.errorbar(sizes, values, bars, fmt=marker, color=colour, capsize=2, label=label)
             ends = [min(*sizes, *drawn[:1]) if drawn else min(sizes), max(*sizes, *drawn[:1]) if drawn else max(sizes)]
-            ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=f"C{i}", lw=1)
+            ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
+            for size, losses in PAPER_LOSSES.items():
+                at = 1e6 * float(size[:-1])
+                if name in losses and sizes[0] / 2 < at < 2 * sizes[-1]:
+                    theirs = losses[name] if quantity == "loss" else math.exp(losses[name])
+                    ax.plot(at, theirs, marker, color=colour, mfc="none", ms=9)
         if drawn:
-            ax.axvline(drawn[0], ls=":", color="grey", label=f"crossing at {drawn[0]:.2g}")
+            theirs = f" (the paper's {paper['crossing'][0]:.2g})" if {"pam", "sam"} == set(models) else ""
+            label = f"crossing at {drawn[0]:.2g}{theirs}"
+            ax.axvline(drawn[0], ls=":", color="grey", label=label)
         ax.set(xscale="log", yscale="log", ylabel=f"validation {quantity}" + (", nats" if quantity == "loss" else ""))
         ax.legend(fontsize=8)
     axes[-1].set_xlabel("parameters")
@@ -586,34 +609,55 @@ def effective_rank(S):
     return torch.where(s.sum(-1) > 0, torch.exp(-torch.xlogy(p, p).sum(-1)), 0.0)
 
 
-def state_ranks(run, tokens):
-    """Effective rank of every S_t while a trained PAM or SAM reads tokens (B, T), averaged over B: (T, layers, heads).
+PAPER_RANK, PAPER_SETTLED = 10, 15  # PAM section III: about 10 of d = 64 within 10-15 tokens
+RANK_WINDOWS = 8  # of validation text
 
-    `run` is a checkpoint or run folder. Raises InputError if its model has no matrix memory."""
+
+def state_ranks(model, tokens, positions):
+    """Effective rank of the memories of a PAM or SAM that has read the first t of tokens (B, T), for each t of `positions`,
+    ascending: (positions, layers, H, B)."""
     import torch
 
-    import sample
-
-    model, _ = sample.load(run)
-    if not hasattr(model, "real"):
-        raise InputError(f"{run} is no PAM or SAM: its state is not a matrix memory")
-    state, ranks = model.init_state(len(tokens)), []
+    state, ranks = None, []
     with torch.no_grad():
-        for t in range(tokens.shape[1]):
-            _, state = model.step(tokens[:, t], state)
+        for begin, end in pairwise([0, *positions]):
+            _, _, state = model(tokens[:, begin:end], state=state)
             memories = torch.stack([layer[0] for layer in state if layer is not None])  # (layers, B, H, d, d, 2)
             memories = memories if model.real else torch.view_as_complex(memories.contiguous())
-            ranks.append(effective_rank(memories).mean(1))
+            ranks.append(effective_rank(memories).transpose(1, 2))
     return torch.stack(ranks)
 
 
-def plot_ranks(ranks, d, out):
-    """Effective rank against the position, a line a layer (mean over heads), into the PNG `out`. ranks: state_ranks."""
+def ranks_table(positions, trained, untrained, after):
+    """Markdown: for each layer and head the effective rank after `after` tokens, and from there on its mean over positions,
+    with the lowest and the highest. trained, untrained: of state_ranks; means over the windows."""
+
+    def cell(curve):
+        return f"{curve.mean():.2f} ({curve.min():.2f}-{curve.max():.2f})"
+
+    first, rows = positions.index(after), []
+    for layer in range(trained.shape[1]):
+        for head in range(trained.shape[2]):
+            ours, fresh = (ranks[first:, layer, head].mean(-1) for ranks in (trained, untrained))
+            rows.append([layer, head, f"{ours[0]:.2f}", cell(ours), f"{fresh[0]:.2f}", cell(fresh)])
+    at, on = f"after {after} tokens", f"from there to {positions[-1]} (range)"
+    return markdown(["layer", "head", at, on, f"untrained, {at}", f"untrained, {on}"], rows)
+
+
+def plot_ranks(positions, trained, untrained, d, out):
+    """Effective rank against the tokens read, a line a layer (mean over heads and windows), into the PNG `out`. Grey: the
+    layers of the untrained model; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
     plt = pyplot()
     fig, ax = plt.subplots(figsize=(6, 4))
-    for layer, of_layer in enumerate(ranks.mean(-1).T.tolist()):
-        ax.plot(range(1, len(of_layer) + 1), of_layer, lw=1, label=f"layer {layer}")
-    ax.set(xlabel="tokens read", ylabel=f"effective rank of S (of {d})", xscale="log")
+    for layer, curve in enumerate(untrained.mean((2, 3)).T.tolist()):
+        ax.plot(positions, curve, color="0.7", lw=1, label=None if layer else "untrained")
+    colours = plt.get_cmap("viridis", trained.shape[1] + 1)  # the last, a light yellow, is left out
+    for layer, curve in enumerate(trained.mean((2, 3)).T.tolist()):
+        ax.plot(positions, curve, color=colours(layer), lw=1.5, label=f"layer {layer}")
+    ax.plot(positions, [min(t, d) for t in positions], ":", color="black", lw=1, label="bound")
+    if d == 64:
+        ax.axhline(PAPER_RANK, ls="--", color=COLOURS[1], lw=1, label="the paper's")
+    ax.set(xlabel="tokens read", ylabel=f"effective rank of S (of {d})", xscale="log", ylim=(0, 1.05 * d))
     ax.legend(fontsize=7, ncols=2)
     save_figure(plt, fig, out)
 
@@ -629,6 +673,51 @@ def repetition(tokens):
     return {"3-gram": repeated(3), "4-gram": repeated(4), "unique": len(set(tokens)) / max(1, len(tokens))}
 
 
+PAPER_REPETITION = {"3-gram": 0.034, "4-gram": 0.011, "unique": 0.703}  # of one sample, PAM section III
+PAPER_SAMPLE = 91  # tokens: the shortest text that has all three (3 of 89 3-grams, 1 of 88 4-grams, 64 of 91 tokens)
+SAMPLING = {"generated": "temperature 1, top-k 50, top-p 0.9, penalty 1.2", "sample": "temperature 0.8, top-k 50"}
+
+
+def repetitions(texts, split):
+    """`repetition` of texts, {its key: [values]}, in pieces of PAPER_SAMPLE tokens, as all three numbers depend on the length;
+    a text of less is one piece. split: text -> list of tokens or words."""
+    found = []
+    for tokens in map(split, texts):
+        starts = range(0, max(1, len(tokens) - PAPER_SAMPLE + 1), PAPER_SAMPLE)
+        found += [repetition(tokens[i : i + PAPER_SAMPLE]) for i in starts]
+    return {key: [f[key] for f in found] for key in PAPER_REPETITION}
+
+
+def repetition_rows(events, windows, split, decode):
+    """Rows of a table: what the texts are, how many, and each kind of repetition with a 95 % interval; of the windows (B, T) of
+    real text, and of the texts that a run logged in the last tenth of its steps. split, decode: of `repetitions`, of a token."""
+    rows, end = [], 0.9 * events[-1]["step"]
+    texts = {"validation text": [b"".join(map(decode, window)).decode(errors="replace") for window in windows.tolist()]}
+    for event, how in SAMPLING.items():
+        texts[how] = [e["text"] for e in events if e["event"] == event and e["step"] >= end]
+    for how, of in texts.items():
+        if of:
+            intervals = map(mean_interval, repetitions(of, split).values())
+            cells = [f"{mean:.3f}" + ("" if half is None else f" +- {half:.3f}") for mean, half in intervals]
+            rows.append([how, len(of), *cells])
+    return rows
+
+
+def plot_repetition(curves, out):
+    """Repetition of generated texts against the training step, a line a run, into the PNG `out`; dashed: the paper's, of its
+    last epoch. curves: {run: ([step], {key of `repetition`: [mean]})}."""
+    plt = pyplot()
+    fig, axes = plt.subplots(1, 3, figsize=(9, 3))
+    for ax, (key, paper) in zip(axes, PAPER_REPETITION.items()):
+        for i, (name, (steps, means)) in enumerate(curves.items()):
+            ax.plot(steps, means[key], ".-", color=COLOURS[i % len(COLOURS)], lw=1, label=name)
+        ax.axhline(paper, ls="--", color="0.4", lw=1, label="the paper's")
+        ax.set(xlabel="optimization step", ylim=(0, None))
+        ax.set_title("unique tokens" if key == "unique" else f"{key}s that occurred before", fontsize=10)
+    axes[0].legend(fontsize=7)
+    save_figure(plt, fig, out)
+
+
 def phase_coherence(embedding, pairs):
     """Normalised conjugate inner product <z1|z2> / (|z1| |z2|) of token pairs (PAM section II, figure 3).
 
@@ -642,6 +731,15 @@ def phase_coherence(embedding, pairs):
     return product.abs(), product.angle()
 
 
+def word_tokens(tokens, decode):
+    """{word: its token} of the tokens in `tokens` (size,) that are a space and then the word. decode: token -> bytes."""
+    import numpy as np
+
+    blocks = np.array_split(tokens, 1 + len(tokens) // (1 << 22))  # a large map is never copied whole
+    seen = {token: decode(token) for token in set().union(*(np.unique(block).tolist() for block in blocks))}
+    return {text[1:].decode(errors="replace"): token for token, text in seen.items() if text.startswith(b" ")}
+
+
 WORDNET_URL = "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/corpora/wordnet.zip"  # WordNet 3.0
 
 
@@ -653,7 +751,8 @@ def wordnet_pairs(folder):
     words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
     for pos in ("noun", "verb", "adj", "adv"):
         path = Path(folder) / f"data.{pos}"
-        with explain(f"read WordNet's {path} (from {WORDNET_URL}, or Debian's package wordnet-base)"):
+        with explain(f"read WordNet's {path.name} (unzip {WORDNET_URL} in {cache_dir()} and name {cache_dir() / 'wordnet'}, or "
+                     "/usr/share/wordnet of Debian's package wordnet-base)"):  # fmt: skip
             lines = path.read_text(encoding="latin-1").splitlines()
         try:
             for line in lines:
@@ -677,19 +776,170 @@ def wordnet_pairs(folder):
     return synonyms - antonyms, antonyms - synonyms
 
 
+REPAIRINGS = 100  # shuffles of the control
+
+
+def near_zero(phase):
+    """Share of angles within pi/4 of 0."""
+    return (phase.abs() < math.pi / 4).double().mean().item()
+
+
+def coherence_groups(embedding, untrained, pairs, ids, seed=1):
+    """Phase coherence of word pairs, beside shuffled pairs of the same words (PAM section II, figure 3).
+
+    Args: embedding, untrained (V, D, 2); pairs {name: set of (word, word)}; ids {word: token}. Pairs with a word that is not in
+        `ids` are dropped. A group "random" is added: as many pairs as the first group has, of the words of all.
+    Returns: {name: dict} with n; words, how many there are; coherence and phase (n,); untrained, the mean coherence there; and of
+        each of REPAIRINGS shuffles of the second words its mean coherence, shuffled, and its near_zero, shuffled_near.
+        Raises InputError if less than two pairs are left."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    embedding, untrained = embedding.double(), untrained.double()  # once for all calls of phase_coherence
+    tokens = {
+        name: torch.tensor([[ids[a], ids[b]] for a, b in sorted(group) if a in ids and b in ids])
+        for name, group in pairs.items()
+    }
+    tokens = {name: group for name, group in tokens.items() if len(group) > 1}
+    if not tokens:
+        raise InputError(
+            "fewer than two pairs of WordNet's words are tokens that occur in the training text: train on more"
+        )
+    words, n = torch.cat([*tokens.values()]).unique(), len(next(iter(tokens.values())))
+    draws = words[torch.randint(len(words), (2 * n + 8, 2), generator=generator)]
+    tokens["random"] = draws[draws[:, 0] != draws[:, 1]][:n]
+    found = {}
+    for name, group in tokens.items():
+        g = found[name] = {"n": len(group), "words": len(group.unique()), "shuffled": [], "shuffled_near": []}
+        g["coherence"], g["phase"] = phase_coherence(embedding, group)
+        g["untrained"] = phase_coherence(untrained, group)[0].mean().item()
+        for _ in range(REPAIRINGS):
+            again = torch.stack((group[:, 0], group[torch.randperm(len(group), generator=generator), 1]), 1)
+            coherence, phase = phase_coherence(embedding, again[again[:, 0] != again[:, 1]])
+            g["shuffled"].append(coherence.mean().item())
+            g["shuffled_near"].append(near_zero(phase))
+    return found
+
+
+def coherence_table(groups):
+    """Markdown of coherence_groups. The interval of the mean takes pairs as independent, though they share words; the range
+    of the shuffled means does not."""
+    rows = []
+    for name, g in groups.items():
+        (mean, half), quantiles = mean_interval(g["coherence"].tolist()), statistics.quantiles(g["shuffled"], n=40)
+        shuffled = f"{statistics.fmean(g['shuffled']):.4f} ({quantiles[0]:.4f}-{quantiles[-1]:.4f})"
+        rows.append([name, g["n"], g["words"], f"{mean:.4f} +- {half:.4f}", shuffled, f"{g['untrained']:.4f}",
+                     f"{near_zero(g['phase']):.3f}", f"{statistics.fmean(g['shuffled_near']):.3f}"])  # fmt: skip
+    head = ["pairs", "n", "words", "coherence", "shuffled (95 % of shuffles)", "untrained",
+            "phases within pi/4 of 0", "shuffled"]  # fmt: skip
+    return markdown(head, rows)
+
+
 def plot_coherence(groups, out):
-    """PAM figure 3: coherence against phase, a colour for each group of word pairs and a dashed line at its mean coherence,
-    into the PNG `out`. groups: {name: (coherence, phase)} of phase_coherence."""
+    """PAM figure 3: coherence against phase, a panel for each group of coherence_groups; dashed: its mean coherence, dotted:
+    that of its shuffled pairs; into the PNG `out`."""
     plt = pyplot()
-    fig, ax = plt.subplots(figsize=(6, 4))
-    for i, (name, (coherence, phase)) in enumerate(groups.items()):
-        mean, half = mean_interval(coherence.tolist())
-        label = f"{name}, n = {len(coherence)}: {mean:.3f}" + (f" +- {half:.3f}" if half else "")
-        ax.plot(phase, coherence, ".", ms=2, alpha=0.4, color=f"C{i}", label=label)
-        ax.axhline(mean, ls="--", lw=1, color=f"C{i}")
-    ax.set(xlabel="phase of <z1|z2>, radians", ylabel="coherence", xlim=(-math.pi, math.pi))
-    ax.legend(fontsize=7, markerscale=4)
+    fig, axes = plt.subplots(1, len(groups), figsize=(3 * len(groups), 3.2), sharey=True, squeeze=False)
+    for i, (ax, (name, g)) in enumerate(zip(axes[0], groups.items())):
+        ax.plot(
+            g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=COLOURS[i], rasterized=True
+        )
+        ax.axhline(g["coherence"].mean(), ls="--", lw=1.2, color="black", label="mean")
+        ax.axhline(statistics.fmean(g["shuffled"]), ls=":", lw=1.2, color="black", label="shuffled")
+        ax.set(xlabel="phase of <z1|z2>, radians", title=f"{name}, n = {g['n']:,}", xlim=(-math.pi, math.pi))
+    axes[0][0].set(ylabel="coherence", ylim=(0, None))
+    axes[0][0].legend(fontsize=8)
     save_figure(plt, fig, out)
+
+
+def diagnose(runs, logs, out, wordnet=None):
+    """What the PAM paper looks for in trained models, of runs of PAM and SAM: effective rank of the memory, beside the same
+    model at its initialisation; repetition of the texts in the log; phase coherence of word pairs, if `wordnet` names the folder
+    of WordNet's files. Writes tables.md and figures into the folder `out`.
+
+    Returns: the tables, but for those of ranks by layer and head, and the paths. Raises InputError: another model, no
+        checkpoint, other data than the run's, word pairs of bytes."""
+    import torch
+
+    import data
+    import sample
+
+    folders = [(run if run.is_dir() else run.parent).resolve() for run in map(Path, runs)]
+    if len({folder.name for folder in folders}) < len(runs):
+        raise InputError("two runs have the same name, and figures are named after them: rename one")
+    for folder, events in zip(folders, logs):
+        s = events[0]["settings"]
+        if s["model"].split(":")[0] not in ("pam", "sam"):
+            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: its state is not a matrix memory")
+        if not {"data", "tokens", "seq"} <= s.keys():
+            raise InputError(f"{folder} was written by another version of train.py")
+        if wordnet and s["tokens"] != "gpt2":
+            raise InputError(
+                f"{folder} was trained on bytes, and no byte is a word: --wordnet takes runs with --tokens gpt2"
+            )
+    pairs = dict(zip(("synonyms", "antonyms"), wordnet_pairs(wordnet))) if wordnet else {}
+    models = [sample.load(folder) for folder in folders]
+    with explain(f"write {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+    rank_rows, by_head, coherence, curves, paths = [], [], [], {}, [out / "tables.md", out / "repetition.png"]
+    repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
+    for folder, events, (model, meta) in zip(folders, logs, models):
+        name, s, d = folder.name, events[0]["settings"], model.config.d
+        corpus = data.load(s["data"], s["seq"], tokens=s["tokens"])
+        if corpus.sha256 != meta["data"]["sha256"]:
+            raise InputError(f"{corpus.path} is not the data of {folder}")
+        torch.manual_seed(int(s["seeds"]))  # as train.py does
+        fresh = type(model)(model.config).eval()
+
+        val = corpus.split("val")
+        windows, _ = data.get_windows(val, s["seq"], data.eval_index(data.num_windows(val, s["seq"]), RANK_WINDOWS))
+        settled = min(PAPER_SETTLED, s["seq"])
+        positions = sorted({settled, s["seq"]} | {int(1.15**i) for i in range(int(math.log(s["seq"], 1.15)) + 1)})
+        ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
+        heads = [r[positions.index(t)].mean(-1) for r in ranks for t in (settled, s["seq"])]
+        cells = [f"{x.mean():.2f} ({x.min():.2f}-{x.max():.2f})" for x in heads]
+        rank_rows.append([name, d, len(windows), s["seq"], *cells])
+        by_head += [f"#### {name}", ranks_table(positions, *ranks, settled)]
+        paths.append(out / f"ranks-{name}.png")
+        plot_ranks(positions, *ranks, d, paths[-1])
+
+        encode, decode = data.codec(model.config.V)
+        if s["tokens"] == "bytes":
+            unit, split = "words", str.split
+        else:
+            unit, split = "tokens", lambda text, encode=encode: encode(text.encode())
+        repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
+        logged = [(e["step"], repetitions([e["text"]], split)) for e in events if e["event"] == "generated"]
+        means = {key: [statistics.fmean(found[key]) for _, found in logged] for key in PAPER_REPETITION}
+        curves[f"{name} ({unit})"] = [step for step, _ in logged], means
+
+        if wordnet:
+            # A real embedding is a complex one without imaginary parts: its coherence is |cosine|, its phase 0 or pi.
+            embeddings = [m.embedding.weight.detach() for m in (model, fresh)]
+            embeddings = [torch.stack((e, 0 * e), -1) if model.real else e.unflatten(-1, (-1, 2)) for e in embeddings]
+            groups = coherence_groups(*embeddings, pairs, word_tokens(corpus.split("train"), decode))
+            coherence += [f"#### {name}", coherence_table(groups)]
+            paths.append(out / f"coherence-{name}.png")
+            plot_coherence(groups, paths[-1])
+    plot_repetition(curves, paths[1])
+    at = [f"{model}after {t}" for model in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
+    text = [
+        "### Effective rank of the memory S_t",
+        (f"The paper: about {PAPER_RANK} of d = 64 within 10-{PAPER_SETTLED} tokens. Ours: mean over layers, heads and windows "
+         "of validation text (lowest-highest head)."),
+        markdown(["run", "d", "windows", "tokens", *at], rank_rows),
+        "### Repetition of the generated texts",
+        f"In pieces of {PAPER_SAMPLE} tokens, or words where the tokens are bytes; means over pieces and 95 % intervals.",
+        markdown(["run", "unit", "texts", "n", "3-grams repeated", "4-grams repeated", "unique"], repetition_table),
+        "### Phase coherence of word pairs",
+        ("The paper, without numbers: synonyms lie near phase 0 at elevated coherence, random pairs anywhere. Of uniform phases "
+         "a quarter is within pi/4 of 0. +-: 95 %, as if pairs that share a word were independent."),
+        *(coherence or [f"Not measured: --wordnet FOLDER names WordNet's files ({WORDNET_URL})."]),
+    ]  # fmt: skip
+    with explain(f"write {paths[0]}"):
+        every = [*text, "### Effective rank by layer and head", *by_head]
+        paths[0].write_text("\n\n".join(every) + "\n", encoding="utf-8")
+    return "\n\n".join(text), paths
 
 
 def main():
@@ -699,7 +949,15 @@ def main():
         "--out", help="also draw the learning curves into this PNG; for tasks, tables and figures into this folder"
     )
     parser.add_argument(
-        "--scaling", help="of runs in epochs: their epochs, PAM's power laws, drawn into this PNG; nothing else"
+        "--scaling",
+        help="of runs in epochs: their epochs and PAM's power laws, drawn into this PNG; no learning curves",
+    )
+    parser.add_argument(
+        "--diagnostics",
+        help="of pam and sam: ranks of their memory, repetition of their texts, word pairs; tables and figures into this folder",
+    )
+    parser.add_argument(
+        "--wordnet", help="WordNet's folder, for the word pairs of --diagnostics; of runs on GPT-2's tokens"
     )
     args = parser.parse_args()
     if args.scaling and Path(args.scaling).suffix != ".png":
@@ -708,13 +966,18 @@ def main():
     of_tasks = ["task" in events[0]["settings"] for events in logs]
     if any(of_tasks) and not all(of_tasks):
         raise InputError("logs of train.py and of tasks.py do not go into one report")
+    if args.wordnet and not args.diagnostics:
+        raise InputError("--wordnet belongs to --diagnostics FOLDER")
     if args.scaling:
         table, fits = scaling_table(logs)
         print(f"{epochs_table(logs)}\n\n{table}")
         plot_scaling(fits, args.scaling)
         print(f"wrote {args.scaling}")
+    if args.diagnostics:
+        text, paths = diagnose(args.runs, logs, Path(args.diagnostics), args.wordnet)
+    elif args.scaling:
         return
-    if of_tasks[0]:
+    elif of_tasks[0]:
         logs = [read_task_log(run) for run in args.runs]
         if args.out and Path(args.out).suffix:
             raise InputError(f"--out {args.out} must be a folder: tables and figures of tasks go into it")

@@ -1190,7 +1190,7 @@ def test_parameter_counts():
     assert abs(253_107_584 - 253_150_208) / 253_150_208 < 2e-4
     for total in (253_107_584, 253_150_208):
         assert abs(total - 253_033_856) / 253_033_856 < 5e-4
-    for size, config in htransformer.Transformer.SIZES.items():
+    for size, config in htransformer.HTransformer.SIZES.items():
         cells = {count(v, size)["total"] for v in VARIANTS if v.startswith("htransformer") and "N=" not in v}
         assert len(cells) == 1  # the factorial has equal parameters
         assert abs(cells.pop() - count("transformer", size)["total"]) <= 2 * config.D * config.L
@@ -1691,11 +1691,17 @@ def test_training_step_keeps_no_keys(monkeypatch):
 
 
 def test_pam_sizes_are_those_of_table_1():
-    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size."""
+    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size. The Transformer
+    (IV.3, matched dense) has PAM's layers, its parameters within 0.1 %, and its protocol."""
     for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
         with torch.device("meta"):
             models = [make(name, size, V=50257) for name in ("pam", "sam")]
+            dense = make("transformer", size, V=50257)
         total, twin = (model.num_params()["total"] for model in models)
+        assert dense.num_params()["total"] == pytest.approx(total, rel=1e-3), size
+        assert len(dense.layers) == len(models[0].layers)
+        assert 3 < dense.config.mlp / dense.config.D < 5
+        assert train.resolve({}, "transformer", size, "1", torch.device("cpu")).lr == 3e-5
         assert total == sum(p.numel() for p in models[0].parameters())
         assert total == pytest.approx(1e6 * millions, rel=0.01), size
         assert twin == pytest.approx(total, rel=0.005), size
@@ -4409,9 +4415,18 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     assert (slope, error) == pytest.approx((fit[0], (cov[0, 0] * (residual**2).sum() / 2) ** 0.5))
     with pytest.raises(data.InputError, match="two sizes"):
         report.power_law([5, 5], [1, 2])
-    n, y = report.crossing((3.0, -0.5), (2.0, -0.25))
-    assert (n, y) == pytest.approx((1e4, 10))
-    assert report.crossing((3.0, -0.5), (2.0, -0.5)) is None
+    exact = np.zeros((2, 2))
+    assert report.crossing((3.0, -0.5, exact), (2.0, -0.25, exact)) == pytest.approx((1e4, 10, 0))
+    assert report.crossing((3.0, -0.5, exact), (2.0, -0.5, exact)) is None
+    assert np.isnan(report.power_law(sizes[:2], [2, 1])[2]).all()
+    # The error of the crossing, against fits of the same law with noise on the points.
+    random, laws = np.random.RandomState(0), ((3.0, -0.5), (2.0, -0.25))
+    x, met, stated = np.linspace(3, 5, 9), [], []
+    for _ in range(400):
+        fits = [report.power_law(10**x, 10 ** (a + b * x + 0.02 * random.randn(9))) for a, b in laws]
+        met.append(math.log10(report.crossing(*fits)[0]))
+        stated.append(report.crossing(*fits)[2])
+    assert np.median(stated) == pytest.approx(np.std(met), rel=0.1)
     # The losses that the paper prints for the ends of its sweep have about its slopes.
     ends = {name: report.power_law([4.98e6, 99.9e6], ys) for name, ys in (("pam", (5.56, 3.56)), ("sam", (4.78, 3.26)))}
     assert ends["pam"][1] == pytest.approx(-0.15, abs=0.005)
@@ -4425,6 +4440,11 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     code, out, err = program(report, *runs, "--scaling", "scaling.png")
     assert (code, err) == (0, "")
     assert re.search(r"\| loss \| pam \| 3 \| 3 \| -0\.1[45]\d \+- 0\.\d+ \| -0\.15 \|", out)
+    assert re.search(r"\| loss \| sam .* 10\^5\.\d\d \+- 0\.0\d \| 4\.5e\+09 \(2\.05\) \|", out)
+    # Late losses by size, means over its runs: at 10^5 ... 10^7 all are called 5m here.
+    pam_loss, sam_loss = (np.mean([f * t**e for t in (1e5, 1e6, 1e7)]) + 0.005 for f, e in ((12, -0.15), (8, -0.12)))
+    assert f"| 5m | pam | {pam_loss:.3f} | 5.56 | 1.00 | - |" in out
+    assert re.search(rf"\| 5m \| sam \| {sam_loss:.3f} \| 4\.78 \| \d\.\d\d \| 2\.18 \|", out)
     assert Path("scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -4436,19 +4456,30 @@ def test_effective_rank():
     assert report.effective_rank(two).item() == pytest.approx(2)
 
 
-def test_rank_of_the_memory_from_a_checkpoint(program):
-    for name in ("pam", "sam"):
-        flags = ["--model", f"{name}:D=8:L=2:H=1:d=4", "--steps", 2, "--out", name]
-        assert program(train, *SMALL[2:], *flags)[0] == 0
-        ranks = report.state_ranks(name, text_batch(2, 12))
-        assert ranks.shape == (12, 2, 1 if name == "pam" else 2)
-        torch.testing.assert_close(ranks[0], torch.ones_like(ranks[0]))  # one pair stored
-        assert 1 < ranks[-1].min() < ranks[-1].max() <= 4
-        report.plot_ranks(ranks, 4, f"{name}.png")
-        assert Path(f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert program(train, *SMALL, "--steps", 2, "--out", "other")[0] == 0
-    with pytest.raises(data.InputError, match="no PAM or SAM"):
-        report.state_ranks("other", text_batch(1, 3))
+@pytest.mark.parametrize("name", ["pam", "sam", "pam:order=sequential"])
+def test_rank_of_the_memory(name, tmp_path):
+    """Read in parts, the memory is the one that `step` has after as many tokens."""
+    model, idx, positions = make(name, L=2, d=4, D=8), text_batch(3, 12), [1, 2, 5, 12]
+    ranks = report.state_ranks(model, idx, positions)
+    assert ranks.shape == (4, 2, 8 if name == "sam" else 4, 3)
+    torch.testing.assert_close(ranks[0], torch.ones_like(ranks[0]))  # one pair stored
+    state = model.init_state(3)
+    for t in range(5):
+        _, state = model.step(idx[:, t], state)
+    S = state[-1][0][1, 2]  # last layer, window 1, head 2
+    expected = report.effective_rank(S if model.real else torch.view_as_complex(S))
+    torch.testing.assert_close(ranks[2, -1, 2, 1], expected, atol=1e-4, rtol=0)
+    assert 1 < ranks[-1].min() < ranks[-1].max() <= 4
+    report.plot_ranks(positions, ranks, ranks, 64, tmp_path / "ranks.png")
+    assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ranks_table():
+    """Means over the windows, then from the position `after` on mean, lowest and highest."""
+    ranks = torch.tensor([[9.0, 9], [1, 3], [2, 4], [4, 6]]).view(4, 1, 1, 2)
+    table = report.ranks_table([1, 15, 20, 30], ranks, 2 * ranks, 15).splitlines()
+    assert table[0].startswith("| layer | head | after 15 tokens | from there to 30 (range) | untrained, after 15")
+    assert table[2:] == ["| 0 | 0 | 2.00 | 3.33 (2.00-5.00) | 4.00 | 6.67 (4.00-10.00) |"]
 
 
 def test_repetition():
@@ -4459,15 +4490,72 @@ def test_repetition():
     assert report.repetition([]) == {"3-gram": 0.0, "4-gram": 0.0, "unique": 0.0}
 
 
-def test_phase_coherence(tmp_path):
+def test_repetition_in_pieces_of_the_papers_length():
+    """The paper's three numbers are those of 91 tokens: a longer text is cut, a shorter one taken whole."""
+    n = report.PAPER_SAMPLE
+    assert [round(x, 3) for x in (3 / (n - 2), 1 / (n - 3), 64 / n)] == list(report.PAPER_REPETITION.values())
+    once = list(range(n))
+    found = report.repetitions([once + once + [0], [7] * 10], list)
+    assert found["unique"] == [1, 1, 0.1]
+    assert found["3-gram"] == [0, 0, 1 - 1 / 8]
+    events = [{"event": e, "step": i, "text": t} for e, i, t in (("generated", 10, "x x x x"), ("generated", 90, "a b c d"),
+                                                                 ("generated", 100, "a a c d"), ("sample", 100, "a a a a"))]  # fmt: skip
+    rows = report.repetition_rows(events, torch.tensor([[97, 32, 98, 32, 97]]), str.split, lambda t: bytes([t]))
+    assert rows[0] == ["validation text", 1, "0.000", "0.000", "0.667"]
+    assert rows[1][:2] == [report.SAMPLING["generated"], 2]  # the earlier one is not of the last tenth
+    assert rows[1][-1] == "0.875 +- 1.588"  # t = 12.706, deviation 0.1768, n = 2
+    assert rows[2] == [report.SAMPLING["sample"], 1, "0.500", "0.000", "0.250"]
+
+
+def test_words_are_tokens_that_begin_with_a_space():
+    text = {0: b"hot", 1: b" hot", 2: b" cold", 3: b"\n", 4: b" \xff", 5: b" unseen"}
+    found = report.word_tokens(np.array([4, 1, 1, 0, 3, 2] * 3, np.uint16), text.get)
+    assert found == {"hot": 1, "cold": 2, "\ufffd": 4}
+
+
+def test_coherence_of_word_pairs_and_its_control(tmp_path):
+    """Pairs of one direction are coherent, their shuffled pairs and random pairs are not; all have a common turn."""
+    base = torch.view_as_complex(randn(40, 64, 2))
+    z = torch.view_as_real(torch.cat((base, base * torch.exp(torch.tensor(0.3j)))))  # word i and word i + 40
+    ids = {f"w{i}": i for i in range(80)}
+    pairs = {"synonyms": {(f"w{i}", f"w{i + 40}") for i in range(40)} | {("w1", "unknown")},
+             "antonyms": {("w0", "w1"), ("w2", "w3"), ("w4", "w5")}, "rare": {("w1", "w2")}}  # fmt: skip
+    groups = report.coherence_groups(z, randn(80, 64, 2, seed=1), pairs, ids)
+    assert list(groups) == ["synonyms", "antonyms", "random"]  # a single pair is no group
+    assert [(g["n"], g["words"]) for g in groups.values()][:2] == [(40, 80), (3, 6)]
+    assert groups["random"]["n"] == 40
+    synonyms = groups["synonyms"]
+    assert synonyms["coherence"].tolist() == pytest.approx([1] * 40)
+    assert synonyms["phase"].tolist() == pytest.approx([0.3] * 40)
+    chance = (math.pi / 4 / 64) ** 0.5  # of two complex normal vectors of 64
+    for control in (
+        synonyms["untrained"],
+        groups["random"]["coherence"].mean(),
+        groups["antonyms"]["coherence"].mean(),
+    ):
+        assert control == pytest.approx(chance, rel=0.5)
+    assert len(synonyms["shuffled"]) == report.REPAIRINGS
+    assert np.mean(synonyms["shuffled"]) == pytest.approx(chance + 1 / 40, rel=0.2)  # one in 40 meets its own partner
+    assert np.mean(synonyms["shuffled_near"]) == pytest.approx(0.25 + 0.75 / 40, abs=0.06)
+    table = report.coherence_table(groups)
+    assert "| synonyms | 40 | 80 | 1.0000 +- 0.0000 | 0." in table
+    assert "| 1.000 | 0.2" in table  # all phases near 0, of shuffled pairs a quarter
+    report.plot_coherence(groups, tmp_path / "phase.png")
+    assert (tmp_path / "phase.png").read_bytes().startswith(b"\x89PNG")
+    # A word paired with itself has coherence 1 and is no control.
+    alike = report.coherence_groups(z, z, {"synonyms": {("w0", "w1"), ("w1", "w2")}}, ids)["synonyms"]
+    assert max(alike["shuffled"]) < 0.4
+    with pytest.raises(data.InputError, match="fewer than two pairs"):
+        report.coherence_groups(z, z, {"synonyms": {("w1", "w2"), ("w1", "no")}}, ids)
+
+
+def test_phase_coherence():
     z = randn(4, 6, 2)
     turned = torch.view_as_real(torch.view_as_complex(z[:1]) * torch.exp(torch.tensor(0.7j)) * 3)
     coherence, phase = report.phase_coherence(torch.cat((z, turned)), torch.tensor([[0, 4], [0, 0], [1, 2]]))
     assert coherence[:2].tolist() == pytest.approx([1, 1])
     assert phase[:2].tolist() == pytest.approx([0.7, 0], abs=1e-6)
     assert coherence[2] < 1
-    report.plot_coherence({"all": (coherence, phase)}, tmp_path / "phase.png")
-    assert (tmp_path / "phase.png").read_bytes().startswith(b"\x89PNG")
 
 
 WORDNET = {
@@ -4499,6 +4587,80 @@ def test_wordnet_pairs(tmp_path):
         assert str(path) in str(error.value)
 
 
+def test_diagnostics_of_runs(merges, program, tmp_path):
+    """One command, from checkpoints: tables with the paper's numbers, figures; WordNet's words that are tokens of the text."""
+    flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--lr", 1e-2, "--eval_seqs", 2, "--sample_every", 2]
+    for tokens in ("bytes", "gpt2"):
+        run = ["--tokens", tokens, "--steps", 2, "--out", f"pam-{tokens}"]
+        assert program(train, "--model", "pam:D=8:L=1:H=1:d=4", *flags, *run)[0] == 0
+    meta = sample.read_checkpoint("pam-gpt2")["meta"]
+    (tmp_path / "sam-gpt2").mkdir()
+    shutil.copy("pam-gpt2/log.jsonl", "sam-gpt2")
+    twin = make("sam:D=8:L=1:H=1:d=4", V=265)
+    twin_meta = meta | {"spec": "sam", "config": dataclasses.asdict(twin.config)}
+    sample.save_checkpoint(tmp_path / "sam-gpt2/last.pt", twin_meta, twin, None, 2, {})
+    meta = sample.read_checkpoint("pam-bytes")["meta"]  # what training began with is its own control
+    sample.save_checkpoint(tmp_path / "pam-bytes/best.pt", meta, make("pam:D=8:L=1:H=1:d=4", seed=1), None, 2, {})
+
+    code, out, err = program(report, "pam-bytes", "--diagnostics", "figures")
+    assert (code, err) == (0, "")
+    assert {p.name for p in Path("figures").iterdir()} == {"tables.md", "repetition.png", "ranks-pam-bytes.png"}
+    row = re.search(r"\n\| pam-bytes \| 4 \| 8 \| 32 \| (\d\.\d\d \(.*) \|\n", out)[1].split(" | ")
+    assert row[:2] == row[2:]
+    assert (
+        "| the paper | tokens | its sample | 1 | 0.034 | 0.011 | 0.703 |\n| pam-bytes | words | validation text | 8 |"
+        in out
+    )
+    assert f"| pam-bytes | words | {report.SAMPLING['generated']} | 1 |" in out
+    assert "Not measured: --wordnet FOLDER" in out
+    tables = Path("figures/tables.md").read_text()
+    assert all(line in tables for line in out.splitlines() if line.startswith("|"))
+
+    words = WORDNET | {"noun": "00001740 03 n 04 s 0 g 0 o 0 a 0 000 | a is a token, but not of the text\n"}
+    for pos, lines in words.items():
+        (tmp_path / f"data.{pos}").write_text(lines)
+    code, out, err = program(report, "pam-gpt2", "sam-gpt2/log.jsonl", "--diagnostics", "figures", "--wordnet", ".")
+    assert (code, err) == (0, "")
+    row = re.search(r"\n\| pam-gpt2 \| 4 \| 8 \| 32 \| (\d\.\d\d \(.*) \|\n", out)[1].split(" | ")
+    assert row[0] != row[2] and row[1] != row[3]
+    for name in ("pam", "sam"):
+        w = sample.load(f"{name}-gpt2")[0].embedding.weight.detach().double()
+        z = w[:, 0::2] + 1j * w[:, 1::2] if name == "pam" else w
+        z = z[[data.codec(265)[0](word)[0] for word in (b" s", b" g", b" o")]]
+        product = ((z.conj() @ z.T).abs() / (z.norm(dim=1) * z.norm(dim=1, keepdim=True))).triu(1)
+        assert f"| synonyms | 3 | 3 | {product.sum() / 3:.4f} +- " in out
+    assert len(re.findall(r"\| random \| 3 \| [23] \| 0\.\d{4} \+- ", out)) == 2
+    assert all(Path(f"figures/coherence-{name}-gpt2.png").stat().st_size > 10_000 for name in ("pam", "sam"))
+    assert f"| sam-gpt2 | tokens | {report.SAMPLING['sample']} | 1 |" in out
+
+
+def test_faults_of_diagnostics(merges, program, tmp_path):
+    """Each is one line, before anything is written."""
+    flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--eval_seqs", 2, "--steps", 1]
+    assert program(train, "--model", "pam:D=4:L=1:H=1:d=4", *flags, "--out", "pam")[0] == 0
+    log = Path("pam/log.jsonl").read_text()
+    for name, old, new in (("other", "pam:D=4", "hmamba:D=4"), ("tokens", '"tokens": "bytes"', '"tokens": "gpt2"')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text(log.replace(old, new))
+    url, cached = report.WORDNET_URL, tmp_path / "cache"
+    for argv, message in (
+        (["other", "--diagnostics", "x"], "other is no PAM or SAM, but hmamba"),
+        (["tokens", "--diagnostics", "x"], "no checkpoint in"),
+        (["pam", "--diagnostics", "x", "--wordnet", "."], "--wordnet takes runs with --tokens gpt2"),
+        (["tokens", "--diagnostics", "x", "--wordnet", "."], f"WordNet's data.noun (unzip {url} in {cached} and"),
+        (["pam", "--wordnet", "."], "--wordnet belongs to --diagnostics"),
+        (["pam", "pam/log.jsonl", "--diagnostics", "x"], "the same name"),
+        (["pam", "--diagnostics", "text.txt"], "cannot write text.txt"),
+    ):
+        code, _, err = program(report, *argv)
+        assert (code, err.count("\n"), err.startswith("error: ")) == (2, 1, True), err
+        assert message in err
+    assert not Path("x").exists()
+    Path("text.txt").write_text(Path("text.txt").read_text()[1:])
+    code, _, err = program(report, "pam", "--diagnostics", "x")
+    assert (code, "text.txt is not the data of" in err) == (2, True)
+
+
 # ---- GPT-2's tokens ----
 
 
@@ -4507,14 +4669,14 @@ def merges(cache, monkeypatch):
     """A small file in the format of GPT-2's merges, where the real one would be; its hash is the expected one."""
     pytest.importorskip("tiktoken")
     content = (
-        "#version: 0.2\nt h\nth e\n\u0120 the\n\u0120 a\n\u010a \u010a\n".encode()
+        "#version: 0.2\nt h\nth e\n\u0120 the\n\u0120 a\n\u010a \u010a\n\u0120 s\n\u0120 g\n\u0120 o\n".encode()
     )  # U+0120 a space, U+010A a line break
     folder = cache / "gpt2"
     folder.mkdir(parents=True)
     (folder / "vocab.bpe").write_bytes(content)
     source = data.Source("https://nowhere.invalid/vocab.bpe", len(content), hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(data, "VOCAB_BPE", source)
-    monkeypatch.setattr(data, "GPT2_VOCAB", 262)
+    monkeypatch.setattr(data, "GPT2_VOCAB", 265)
     data.gpt2_encoding.cache_clear()
     yield folder
     data.gpt2_encoding.cache_clear()
@@ -4522,16 +4684,37 @@ def merges(cache, monkeypatch):
 
 def test_tokens_are_the_merges_of_the_file(merges):
     """Ids 0-255 are the bytes, printable ones first; merges follow in their order."""
-    encode, decode = data.codec(262)
+    encode, decode = data.codec(265)
     assert encode(b"!~ ") == [0, 93, 220]
     assert encode(b"the the a") == [257, 258, 259]
     assert encode(b"\n\n") == [260]
     assert b"".join(map(decode, encode(bytes(range(128))))) == bytes(range(128))
-    assert decode(261) == b"<|endoftext|>"
+    assert decode(264) == b"<|endoftext|>"
     assert data.codec(256)[0](b"ab") == [97, 98]
     assert data.codec(256)[1](98) == b"b"
     with pytest.raises(data.InputError, match="a vocabulary of 300"):
         data.codec(300)
+
+
+def test_missing_merges_are_told_at_once(cache, monkeypatch):
+    """Each of the three places is asked once, without a pause; a corpus is asked for TRIES times."""
+    pytest.importorskip("tiktoken")
+    monkeypatch.setenv("NO_PROXY", "*")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # bound, but nobody listens: refused at once
+        url, pauses, asked, request = f"http://127.0.0.1:{s.getsockname()[1]}/vocab.bpe", [], [], data.request
+        monkeypatch.setattr(data.time, "sleep", pauses.append)
+        monkeypatch.setattr(data, "request", lambda *args: asked.append(args) or request(*args))
+        source = dataclasses.replace(data.VOCAB_BPE, url=url, mirrors=(url + "?1", url + "?2"))
+        monkeypatch.setattr(data, "VOCAB_BPE", source)
+        data.gpt2_encoding.cache_clear()
+        with pytest.raises(data.InputError, match=f"without a network put {re.escape(url)} as vocab.bpe into") as error:
+            data.gpt2_encoding()
+        assert str(cache / "gpt2") in str(error.value)
+        assert (len(asked), pauses) == (3, [])
+        with pytest.raises(data.InputError, match="cannot download"):
+            data.obtain(data.Source(url, 5, "0" * 64), cache / "gpt2", {"pins": {}})
+        assert (len(asked) - 3, len(pauses)) == (data.TRIES, data.TRIES - 1)
 
 
 def test_tokens_do_not_depend_on_where_text_is_cut(merges):
@@ -4550,7 +4733,7 @@ def test_data_in_tokens(merges, tmp_path, monkeypatch):
     text = "the a the\n" * 60_000
     (tmp_path / "a.txt").write_text(text)
     corpus = data.load(tmp_path / "a.txt", 64, tokens="gpt2")
-    assert corpus.vocab_size == 262
+    assert corpus.vocab_size == 265
     assert corpus.tokens.dtype == np.uint16
     assert corpus.tokens.tolist() == data.gpt2_encoding().encode_ordinary(text)
     assert len(corpus.split("train")) == len(corpus.tokens) * 90 // 100
@@ -4583,7 +4766,7 @@ def test_tokens_of_a_corpus_with_its_own_splits(merges, tmp_path, monkeypatch):
     ("name", "content", "message"),
     [
         ("odd.tokens", b"\x01\x00\x02", "odd.tokens has 3 bytes, which are no 2-byte tokens"),
-        ("big.tokens", b"\x01\x00" * 99 + b"\x06\x01", "number 99 is 262, above 261"),
+        ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "number 99 is 265, above 264"),
         ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7 of all"),
         ("short.txt", b"the a", "needs 257 tokens"),
     ],
@@ -4616,7 +4799,7 @@ def test_training_and_sampling_on_tokens(merges, program):
     assert code == 0
     assert "bits a token" in out
     model, meta = sample.load("run")
-    assert model.config.V == 262
+    assert model.config.V == 265
     assert meta["settings"]["tokens"] == "gpt2"
     code, out, _ = program(sample, "run", "--prompt", "the a", "--length", 5)
     assert code == 0
