@@ -350,7 +350,15 @@ if triton is not None:
         return batch.to(tl.int64), head, head * N + n, (head < H) & (n < N), rest // blocks, first, end
 
     @triton.jit
-    def _scan_transition(x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, mask, x_row, y_row, dt_row):
+    def _scan_omega(omega_ptr, c, used):
+        if omega_ptr is None:
+            omega = 0.0
+        else:
+            omega = tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
+        return omega
+
+    @triton.jit
+    def _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row, head, c, mask, x_row, y_row, dt_row):
         """a_t, and 1 outside the mask: exp(x) if y is None, exp(x + i y) if dt is None, else H-Mamba's, without an angle:
         sigmoid(x) (1 + i phi) / (1 - i phi) with phi = dt / 2 (y + omega), QS Algorithm 1 and eq. 3."""
         if dt_ptr is None:
@@ -361,7 +369,6 @@ if triton is not None:
                 cos, sin = _cos_sin(_load(y_ptr, row, y_row, c, mask))
                 a_re, a_im = modulus * cos, modulus * sin
         else:
-            omega = tl.load(omega_ptr + c[None, :], mask=mask, other=0.0)
             phi = 0.5 * _load(dt_ptr, row, dt_row, head, mask) * (_load(y_ptr, row, y_row, c, mask) + omega)
             scale = 1.0 + phi * phi
             if x_ptr is not None:
@@ -371,7 +378,7 @@ if triton is not None:
         return a_re, a_im
 
     @triton.jit
-    def _scan_tile(x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, batch, start, first, end, T, head, c, used, x_row, y_row, dt_row, b_row,
+    def _scan_tile(x_ptr, y_ptr, dt_ptr, omega, b_ptr, batch, start, first, end, T, head, c, used, x_row, y_row, dt_row, b_row,
                    TIME: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
         """The associative scan of one tile whose first step is number `start` of the segment: row numbers, mask, the
         products of a and the states from zero. With REVERSE, time runs backwards from the end, through conj(a_{t+1})."""
@@ -381,12 +388,10 @@ if triton is not None:
         mask = inside[:, None] & used[None, :]
         if REVERSE:  # nothing follows the last step
             follows = mask & (t + 1 < T)[:, None]
-            a_re, a_im = _scan_transition(
-                x_ptr, y_ptr, dt_ptr, omega_ptr, row + 1, head, c, follows, x_row, y_row, dt_row
-            )
+            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row + 1, head, c, follows, x_row, y_row, dt_row)
             a_im = -a_im
         else:
-            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, mask, x_row, y_row, dt_row)
+            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row, head, c, mask, x_row, y_row, dt_row)
         if y_ptr is None:
             b_re = _load(b_ptr, row, b_row, c, mask)
             a_re, b_re = tl.associative_scan((a_re, b_re), 0, _compose_real)
@@ -435,11 +440,12 @@ if triton is not None:
         """The product of a and the state from zero of every segment, (B, segments, C) each."""
         REAL: tl.constexpr = y_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        omega = _scan_omega(omega_ptr, c, used)
         p_re, p_im = tl.full((CHANNELS,), 1.0, tl.float32), tl.zeros((CHANNELS,), tl.float32)
         h_re, h_im = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
         for tile in range(tiles):
             _, _, _, a_re, a_im, b_re, b_im = _scan_tile(
-                x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                x_ptr, y_ptr, dt_ptr, omega, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
                 x_row, y_row, dt_row, b_row, TIME, REVERSE)  # fmt: skip
             a_re, a_im, b_re, b_im = _last(a_re, TIME), _last(a_im, TIME), _last(b_re, TIME), _last(b_im, TIME)
             h_re, h_im = _scan_after(a_re, a_im, b_re, b_im, h_re, h_im, REAL)
@@ -466,12 +472,13 @@ if triton is not None:
                              TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
         REAL: tl.constexpr = y_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        omega = _scan_omega(omega_ptr, c, used)
         C = H * N
         h_re, h_im = _load_pair(h0_ptr, batch * C + c, used, REAL)
         h_re, h_im = _scan_start(product_ptr, state_ptr, batch, 0, segment, 1, segments, C, c, used, h_re, h_im, REAL)
         for tile in range(tiles):
             _, row, mask, a_re, a_im, b_re, b_im = _scan_tile(
-                x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                x_ptr, y_ptr, dt_ptr, omega, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
                 x_row, y_row, dt_row, b_row, TIME, False)  # fmt: skip
             b_re, b_im = _scan_after(a_re, a_im, b_re, b_im, h_re[None, :], h_im[None, :], REAL)
             _store_pair(h_ptr, row * C + c[None, :], b_re, b_im, mask, REAL)
@@ -484,6 +491,7 @@ if triton is not None:
                               TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
         REAL: tl.constexpr = y_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        omega = _scan_omega(omega_ptr, c, used)
         C = H * N
         g_re, g_im = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
         g_re, g_im = _scan_start(product_ptr, state_ptr, batch, segments - 1, segments - 1 - segment, -1, segments,
@@ -491,13 +499,13 @@ if triton is not None:
         omega_sum = tl.zeros((CHANNELS,), tl.float32)
         for tile in range(tiles):
             t, row, mask, a_re, a_im, b_re, b_im = _scan_tile(
-                x_ptr, y_ptr, dt_ptr, omega_ptr, grad_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                x_ptr, y_ptr, dt_ptr, omega, grad_ptr, batch, tile * TIME, first, end, T, head, c, used,
                 x_row, y_row, dt_row, grad_row, TIME, True)  # fmt: skip
             b_re, b_im = _scan_after(a_re, a_im, b_re, b_im, g_re[None, :], g_im[None, :], REAL)  # g_t
             g_re, g_im = _last(b_re, TIME), _last(b_im, TIME)
             index = row * C + c[None, :]
             _store_pair(db_ptr, index, b_re, b_im, mask, REAL)
-            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, mask, x_row, y_row, dt_row)
+            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row, head, c, mask, x_row, y_row, dt_row)
             c_re, c_im = _scan_after(a_re, -a_im, 0.0, 0.0, b_re, b_im, REAL)  # conj(a_t) g_t, carried into h_{t-1}
             later = (t > 0)[:, None]
             h_re, h_im = _load_pair(h_ptr, index - C, mask & later, REAL)
@@ -515,7 +523,7 @@ if triton is not None:
                         dx = dlog_decay / (1.0 + tl.exp(_load(x_ptr, row, x_row, c, mask)))
                         tl.store(dx_ptr + index, dx, mask=mask)
                     dt = _load(dt_ptr, row, dt_row, head, mask)
-                    shifted = _load(y_ptr, row, y_row, c, mask) + tl.load(omega_ptr + c[None, :], mask=mask, other=0.0)
+                    shifted = _load(y_ptr, row, y_row, c, mask) + omega
                     phi = 0.5 * dt * shifted
                     dphi = tl.where(mask, 2.0 * dtheta / (1.0 + phi * phi), 0.0)  # theta = 2 atan(phi)
                     tl.store(dy_ptr + index, 0.5 * dt * dphi, mask=mask)
@@ -529,7 +537,7 @@ if triton is not None:
         if segment == 0:
             row = (batch * T + tl.arange(0, 1))[:, None]
             a_re, a_im = _scan_transition(
-                x_ptr, y_ptr, dt_ptr, omega_ptr, row, head, c, used[None, :], x_row, y_row, dt_row
+                x_ptr, y_ptr, dt_ptr, omega, row, head, c, used[None, :], x_row, y_row, dt_row
             )
             h_re, h_im = _scan_after(a_re, -a_im, 0.0, 0.0, g_re[None, :], g_im[None, :], REAL)
             _store_pair(dh0_ptr, (batch * C + c)[None, :], h_re, h_im, used[None, :], REAL)
@@ -542,7 +550,8 @@ def _scan_arguments(x, y, dt, omega, b):
     x, y, dt, b = (None if tensor is None else _matrix(tensor, B * T) for tensor in (x, y, dt, b))
     time, channels = SCAN_TILE
     width = _power_of_two(N)
-    channels = max(channels, width)
+    while channels < width:  # whole heads, in a tile of the same size
+        time, channels = max(1, time // 2), 2 * channels
     tiles, programs = -(-T // time), B * -(-H * width // channels)
     tiles = -(-tiles // max(1, min(tiles, SCAN_PROGRAMS // programs)))  # of a segment
     segments = -(-T // (tiles * time))
