@@ -79,8 +79,8 @@ def _pick(backend, known, *tensors):
         _expect_one_of("NANOHILBERT_BACKEND", backend, "torch", "triton", "reference")
     float64 = _compute_dtype(*tensors) == torch.float64
     if backend is None:
-        return "triton" if triton is not None and tensors[0].is_cuda and not float64 else "torch"
-    if backend == "triton":
+        backend = "triton" if triton is not None and tensors[0].is_cuda and not float64 else "torch"
+    if backend == "triton" and tensors[0].numel():  # without elements there is nothing to launch
         if triton is None:
             raise ValueError("backend='triton', but Triton is not installed (pip install triton; Linux only)")
         if float64:
@@ -89,7 +89,8 @@ def _pick(backend, known, *tensors):
             raise ValueError(
                 f"backend='triton' needs CUDA tensors (they are on {tensors[0].device}), or TRITON_INTERPRET=1"
             )
-    return backend
+        return "triton"
+    return "torch" if backend == "triton" else backend
 
 
 WARPS = 4  # of every Triton program: with 8, compilers of several versions failed on H100
