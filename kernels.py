@@ -96,7 +96,9 @@ def _pick(backend, known, *tensors):
     return "torch" if backend == "triton" else backend
 
 
-WARPS = 4  # of every Triton program: with 8, compilers of several versions failed on H100
+# Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is changing, and
+# with it bits; without a bound of its own the assembler spills a few registers to fit one more program on a multiprocessor.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": 255}
 _recorded = None  # or a list, which takes the launches in place of the device
 
 
@@ -106,7 +108,7 @@ def _launch(kernel, programs, *args, **constants):
         return _recorded.append((kernel, args, constants))
     device = next(x for x in args if isinstance(x, Tensor)).device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](*args, **constants, num_warps=WARPS, enable_fp_fusion=True)
+        kernel[(programs,)](*args, **constants, **OPTIONS)
 
 
 def _power_of_two(n):
@@ -302,7 +304,7 @@ _complex_scan.register_autograd(_complex_scan_vjp, setup_context=_complex_scan_s
 # own. a_t is formed in registers from (log_decay, theta), or from what H-Mamba's projection emits. The backward walks from
 # the end to the start by index and forms a_t and a_{t+1} again.
 
-SCAN_TILE = 32, 32  # time, channels
+SCAN_TILES = (32, 32), (32, 16)  # time and channels in the forward, and in the backward, which needs more registers
 SCAN_PROGRAMS = 512  # below this, time is cut into segments: about four for each multiprocessor of an A100 or H100
 
 if triton is not None:
@@ -547,12 +549,12 @@ if triton is not None:
             _store_pair(dh0_ptr, (batch * C + c)[None, :], h_re, h_im, used[None, :], REAL)
 
 
-def _scan_arguments(x, y, dt, omega, b):
+def _scan_arguments(x, y, dt, omega, b, tile):
     """Matrices of rows (B T), their strides, and how the work is cut, for both directions of the scan."""
     B, T = b.shape[:2]
     H, N = b.shape[2:4] if dt is not None else (b[0, 0].numel() // (1 if y is None else 2), 1)
     x, y, dt, b = (None if tensor is None else _matrix(tensor, B * T) for tensor in (x, y, dt, b))
-    time, channels = SCAN_TILE
+    time, channels = tile
     width = _power_of_two(N)
     while channels < width:  # whole heads, in a tile of the same size
         time, channels = max(1, time // 2), 2 * channels
@@ -578,7 +580,7 @@ def _triton_scan(
     x: Tensor | None, y: Tensor | None, dt: Tensor | None, omega: Tensor | None, b: Tensor, h0: Tensor
 ) -> Tensor:
     """(x, y) = (log_decay, theta), or (gate, delta) if dt and omega are given; h0 float32 and contiguous."""
-    programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, b)
+    programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, b, SCAN_TILES[0])
     h = h0.new_empty(b.shape)
     between = _scan_summary(programs, tensors, numbers, strides, sizes, h0, False)
     _launch(_scan_forward_kernel, programs, *tensors, *between, h0, h, *numbers, *strides, **sizes)
@@ -596,7 +598,7 @@ def _triton_scan_backward(
     h0: Tensor,
     b_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, grad)
+    programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, grad, SCAN_TILES[1])
     between = _scan_summary(programs, tensors, numbers, strides, sizes, h0, True)
     dx, dy, ddt, domega, db, dh0 = _scan_gradients(grad, x, y, dt, omega, h, h0, b_dtype)
     if omega is not None:
@@ -825,7 +827,9 @@ if triton is not None:
     @triton.jit
     def _add(ptr, x, mask, again):
         """x to memory, on top of what this program has written there before, if it has."""
-        tl.store(ptr, x + tl.load(ptr, mask=mask & again, other=0.0), mask=mask)
+        if again:
+            x += tl.load(ptr, mask=mask, other=0.0)
+        tl.store(ptr, x, mask=mask)
 
     @triton.jit(do_not_specialize=["T", "groups"])
     def _selective_backward_kernel(grad_ptr, carry_ptr, u_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, starts_ptr,
@@ -834,7 +838,8 @@ if triton is not None:
                                    TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
         batch, group = (tl.program_id(0) // groups).to(tl.int64), (tl.program_id(0) % groups).to(tl.int64)
         batches = tl.num_programs(0) // groups
-        for block in range(group, tl.cdiv(E, CHANNELS).to(tl.int64), groups):
+        block = group
+        while block * CHANNELS < E:
             e, n, state, exists = _selective_place(block, E, N, CHANNELS, WIDTH)
             A = tl.load(A_ptr + state, mask=exists, other=0.0).to(tl.float32)
             carry = tl.load(carry_ptr + batch * E * N + state, mask=exists, other=0.0)  # exp(dt_{t+1} A) g_{t+1}
@@ -879,6 +884,7 @@ if triton is not None:
             tl.store(dA_ptr + batch * E * N + state, dA, mask=exists)
             tl.store(dh0_ptr + batch * E * N + state, carry, mask=exists)
             tl.debug_barrier()  # the next block adds to the sums that other threads have written
+            block += groups
 
 
 def _selective_arguments(tensors, A, states):
@@ -1716,7 +1722,7 @@ def compiled(target, dtype):
             binary = triton.compile(
                 ASTSource(kernel, signature, constexprs, aligned),
                 target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-                options={"num_warps": WARPS, "enable_fp_fusion": True},
+                options=OPTIONS,
             )
             with NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(binary.asm["cubin"])
@@ -1729,7 +1735,7 @@ def compiled(target, dtype):
             resources["SHARED"] = binary.metadata.shared  # asked for at launch
             pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)"
             instructions = Counter(re.findall(pattern, code, re.MULTILINE))
-            elements = math.prod(constants[key] for key in tile) / (32 * WARPS)
+            elements = math.prod(constants[key] for key in tile) / (32 * OPTIONS["num_warps"])
             found.append((case, kernel.__name__, resources, instructions, elements))
     return found
 
