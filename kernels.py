@@ -1035,6 +1035,305 @@ def _born_sum_vjp(ctx, grad, _):
 
 _born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
 
+# Triton, the quadratic form. The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of
+# i q with k, or of q with -i k. What a program holds is turned, what it walks over is not. A program of the forward, or of the
+# pass for q, holds a tile of queries and walks over the keys that they see; one of the pass for k and v holds keys and walks
+# over the queries that see them. So nothing is added by two programs. Instead of |q| = 1, the rows of q are scaled by a power
+# of two, exact in bfloat16 too, to Q with 1 <= |Q|^2 <= 8N. That factor cancels but beside the floor:
+#     o_i = sum_{j<=i} W_ij v_j / d_i,   W_ij = |<Q_i|k_j>|^2,   d_i = sum_{j<=i} W_ij + |Q_i|^2 floor_i
+# With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what dL/dQ_i
+# has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16, whose exponents
+# hold a square, and summed in float32.
+
+# Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries likewise.
+BORN_TILE = 64, 64, 32
+
+if triton is not None:
+    INTERPRETED = tl.constexpr(
+        os.environ.get("TRITON_INTERPRET") == "1"
+    )  # there bfloat16 numbers are multiplied as bits
+
+    @triton.jit
+    def _head(ptr, g, H, batch_stride, head_stride):
+        """Where head g of the B H begins."""
+        return ptr + (g // H).to(tl.int64) * batch_stride + (g % H).to(tl.int64) * head_stride
+
+    @triton.jit
+    def _tile(ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        """Pointers to ROWS rows of COLUMNS numbers from row `first` on, and which of them there are."""
+        rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+        return ptr + tl.cast(first, tl.int64) * stride + (rows * stride + columns), (first + rows < T) & (
+            columns < COLUMNS
+        )
+
+    @triton.jit
+    def _operand(x, ptr):
+        """x in the type in which to multiply what lies at ptr."""
+        return x.to(tl.float32 if ptr.dtype.element_ty == tl.float32 else tl.bfloat16)
+
+    @triton.jit
+    def _load_tile(
+        ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+    ):
+        """WHOLE: every row is there, and no mask is needed unless columns are missing."""
+        pointers, mask = _tile(ptr, first, stride, T, COLUMNS, ROWS, WIDTH)
+        if WHOLE and COLUMNS == WIDTH:
+            x = tl.load(pointers)
+        else:
+            x = tl.load(pointers, mask=mask, other=0.0)
+        return _operand(x, ptr)
+
+    @triton.jit
+    def _store_tile(ptr, x, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        pointers, mask = _tile(ptr, first, stride, T, COLUMNS, ROWS, WIDTH)
+        tl.store(pointers, x, mask=mask)
+
+    @triton.jit
+    def _dot(x, y):
+        """x y, in the type of y, summed in float32."""
+        x = x.to(y.dtype)
+        if INTERPRETED:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        return tl.dot(x, y, input_precision="ieee")
+
+    @triton.jit
+    def _turned(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        """i x for rows of pairs."""
+        re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
+        return tl.reshape(tl.join(-im, re), (ROWS, WIDTH))
+
+    @triton.jit
+    def _born_query(q_ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        """Q, |Q|^2 (1 for Q = 0), and the power of two that made it."""
+        pointers, mask = _tile(q_ptr, first, stride, T, COLUMNS, ROWS, WIDTH)
+        q = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23
+        power = ((254 - tl.minimum(tl.maximum(exponent, 1), 253)) << 23).to(tl.float32, bitcast=True)
+        q *= power[:, None]
+        square = tl.sum(q * q, 1)
+        return _operand(q, q_ptr), tl.where(square == 0.0, 1.0, square), power
+
+    @triton.jit
+    def _born_mass_kernel(k_ptr, mass_ptr, H, T, k_batch, k_head, k_row,
+                          COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        """sum_{j<=i} |k_j|^2 of one head."""
+        g = tl.program_id(0)
+        k_ptr = _head(k_ptr, g, H, k_batch, k_head)
+        before = 0.0
+        for first in range(0, T, ROWS):
+            pointers, mask = _tile(k_ptr, first, k_row, T, COLUMNS, ROWS, WIDTH)
+            k = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+            square = tl.sum(k * k, 1)
+            t = first + tl.arange(0, ROWS)
+            tl.store(mass_ptr + g.to(tl.int64) * T + t, before + tl.cumsum(square, 0), mask=t < T)
+            before += tl.sum(square, 0)
+
+    @triton.jit
+    def _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
+                           QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+        k = tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE))
+        re, im = _dot(q, k), _dot(turned, k)
+        w = re * re + im * im
+        if not WHOLE:
+            i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
+            w = tl.where(j <= i, w, 0.0)
+        v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
+        return numerator + _dot(w, v), weights + w
+
+    @triton.jit
+    def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch, k_head,
+                             k_row, v_batch, v_head, v_row, floor, tiny, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
+                             KEYS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        g = tl.program_id(0) % G
+        start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES  # the longest first
+        q, square, _ = _born_query(_head(q_ptr, g, H, q_batch, q_head), start, q_row, T, COLUMNS, QUERIES, WIDTH)
+        turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
+        k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
+        numerator, weights = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, KEYS), tl.float32)
+        whole = start // KEYS * KEYS  # every query sees every key before
+        for first in range(0, whole, KEYS):
+            numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
+        for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
+            numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
+        i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
+        mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
+        d = tl.sum(weights, 1) + square * (floor * mass + tiny)
+        tl.store(d_ptr + row + tl.arange(0, QUERIES), d, mask=i < T)
+        _store_tile(
+            o_ptr + g.to(tl.int64) * T * COLUMNS, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH
+        )
+
+    @triton.jit
+    def _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
+                         QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+        k = _load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
+        re, im = _dot(q, tl.trans(k)), _dot(turned, tl.trans(k))
+        v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
+        dw = _dot(grad, tl.trans(v)) - shift[:, None]
+        if not WHOLE:
+            i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
+            dw = tl.where(j <= i, dw, 0.0)
+        return dq_re + _dot(re * dw, k), dq_im + _dot(im * dw, k)
+
+    @triton.jit
+    def _born_query_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, G, H, T,
+                           q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row,
+                           floor, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+                           WIDTH: tl.constexpr):  # fmt: skip
+        """dL/dq; and for the pass for k and v, row by row: Q, G, G . o and the gradient of the floor, padded with zeros to whole
+        tiles."""
+        blocks = tl.cdiv(T, QUERIES)
+        g = tl.program_id(0) % G
+        start = (blocks - 1 - tl.program_id(0) // G) * QUERIES
+        q, square, power = _born_query(_head(q_ptr, g, H, q_batch, q_head), start, q_row, T, COLUMNS, QUERIES, WIDTH)
+        i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
+        d = tl.load(d_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
+        pointers, mask = _tile(
+            _head(grad_ptr, g, H, grad_batch, grad_head), start, grad_row, T, COLUMNS, QUERIES, WIDTH
+        )
+        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / d[:, None]
+        grad = _operand(grad, G_ptr)
+        pointers, mask = _tile(o_ptr + g.to(tl.int64) * T * COLUMNS, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
+        shift = tl.sum(grad.to(tl.float32) * tl.load(pointers, mask=mask, other=0.0), 1)
+
+        padded = g.to(tl.int64) * blocks * QUERIES + start
+        tl.store(shift_ptr + padded + tl.arange(0, QUERIES), shift)
+        tl.store(floor_ptr + padded + tl.arange(0, QUERIES), -floor * square * shift)
+        _store_tile(Q_ptr, q, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
+        _store_tile(G_ptr, grad, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
+
+        turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
+        k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
+        dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
+        whole = start // KEYS * KEYS
+        for first in range(0, whole, KEYS):
+            dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                            COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
+        for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
+            dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                            COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
+        dq = 2.0 * (dq_re - _turned(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
+        q = q.to(tl.float32)
+        dq = (dq - q * (tl.sum(q * dq, 1) / square)[:, None]) * power[:, None]  # |q| has no effect
+        _store_tile(dq_ptr + g.to(tl.int64) * T * COLUMNS, dq, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
+
+    @triton.jit
+    def _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+                       QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+        q = _load_tile(Q_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
+        re, im = _dot(k, tl.trans(q)), _dot(turned, tl.trans(q))
+        w = re * re + im * im
+        grad = _load_tile(G_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
+        dw = _dot(v, tl.trans(grad)) - tl.load(shift_ptr + first + tl.arange(0, QUERIES))[None, :]
+        if not WHOLE:
+            seen = start + tl.arange(0, KEYS)[:, None] <= first + tl.arange(0, QUERIES)[None, :]
+            w, dw = tl.where(seen, w, 0.0), tl.where(seen, dw, 0.0)
+        return dk_re + _dot(re * dw, q), dk_im + _dot(im * dw, q), dv + _dot(w, grad)
+
+    @triton.jit
+    def _born_key_kernel(k_ptr, v_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, dk_ptr, dv_ptr, G, H, T, k_batch, k_head, k_row,
+                         v_batch, v_head, v_row, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+                         WIDTH: tl.constexpr):  # fmt: skip
+        """dL/dk and dL/dv of KEYS keys; the queries come in tiles of QUERIES, which divides KEYS."""
+        g, start = tl.program_id(0) % G, tl.program_id(0) // G * KEYS  # the longest first
+        padded = tl.cdiv(T, KEYS) * KEYS
+        row = g.to(tl.int64) * padded
+        Q_ptr, G_ptr, shift_ptr, floor_ptr = Q_ptr + row * WIDTH, G_ptr + row * WIDTH, shift_ptr + row, floor_ptr + row
+        here = tl.arange(0, KEYS)
+        from_floor = tl.where(here[:, None] >= here[None, :], tl.load(floor_ptr + start + here)[:, None], 0.0)
+        dfloor, later = tl.sum(from_floor, 0), tl.zeros((QUERIES,), tl.float32)  # sum_{i>=j} dL/dfloor_i, in two parts
+
+        k = _load_tile(_head(k_ptr, g, H, k_batch, k_head), start, k_row, T, COLUMNS, KEYS, WIDTH, False)
+        v = _load_tile(_head(v_ptr, g, H, v_batch, v_head), start, v_row, T, COLUMNS, KEYS, WIDTH, False)
+        turned = _operand(-_turned(k, KEYS, WIDTH), k_ptr)
+        dk_re, dk_im = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
+        dv = tl.zeros((KEYS, WIDTH), tl.float32)
+        for first in range(start, start + KEYS, QUERIES):
+            dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+                                              QUERIES, KEYS, WIDTH, False)  # fmt: skip
+        for first in range(start + KEYS, padded, QUERIES):
+            dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+                                              QUERIES, KEYS, WIDTH, True)  # fmt: skip
+            later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
+        dfloor += tl.sum(later, 0)
+        dk = 2.0 * (dk_re + _turned(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
+        _store_tile(dk_ptr + g.to(tl.int64) * T * COLUMNS, dk, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
+        _store_tile(dv_ptr + g.to(tl.int64) * T * COLUMNS, dv, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
+
+
+def _rows_of_pairs(x):
+    """x (B, H, T, N, 2), in place wherever the pairs of a row follow one another, and its strides."""
+    x = x if x.stride(4) == 1 and (x.stride(3) == 2 or x.shape[3] == 1) else x.contiguous()
+    return x, x.stride()[:3]
+
+
+def _born_sizes(x):
+    """B H, H and T; programs; and the sizes of tiles where queries are held, then where keys are."""
+    B, H, T, N, _ = x.shape
+    rows, keys, queries = BORN_TILE
+    pairs = {"COLUMNS": 2 * N, "WIDTH": max(16, 1 << (2 * N - 1).bit_length())}
+    return (
+        (B * H, H, T),
+        B * H * -(-T // rows),
+        pairs | {"QUERIES": rows, "KEYS": keys},
+        pairs | {"QUERIES": queries, "KEYS": rows},
+    )
+
+
+@custom_op("nanohilbert::triton_born", mutates_args=())
+def _triton_born(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """o and, for the backward, d."""
+    (G, H, T), programs, sizes, _ = _born_sizes(q)
+    (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (q, k, v))
+    o, d = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+    mass = torch.empty_like(d)
+    _launch(_born_mass_kernel, G, k, mass, H, T, *k_strides,
+            COLUMNS=sizes["COLUMNS"], ROWS=sizes["KEYS"], WIDTH=sizes["WIDTH"])  # fmt: skip
+    _launch(_born_forward_kernel, programs, q, k, v, mass, o, d, G, H, T,
+            *q_strides, *k_strides, *v_strides, BORN_FLOOR, TINY, **sizes)  # fmt: skip
+    return o, d
+
+
+@custom_op("nanohilbert::triton_born_backward", mutates_args=())
+def _triton_born_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, d: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    (G, H, T), programs, query_sizes, key_sizes = _born_sizes(q)
+    (grad, grad_strides), (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (grad, q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    rows = d.new_empty(2, programs * query_sizes["QUERIES"])  # G . o, and the gradient of the floor
+    dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+    pairs = rows.new_empty(2, rows.shape[1], query_sizes["WIDTH"], dtype=dtype)  # Q and G
+    _launch(_born_query_kernel, programs, q, k, v, grad, o, d, dq, *pairs, *rows, G, H, T,
+            *q_strides, *k_strides, *v_strides, *grad_strides, BORN_FLOOR, **query_sizes)  # fmt: skip
+    _launch(_born_key_kernel, programs, k, v, *pairs, *rows, dk, dv, G, H, T,
+            *k_strides, *v_strides, **key_sizes)  # fmt: skip
+    return dq, dk, dv
+
+
+@_triton_born.register_fake
+def _(q, k, v):
+    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_triton_born_backward.register_fake
+def _(grad, q, k, v, o, d):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _triton_born_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for d, which nobody differentiates
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _triton_born_vjp(ctx, grad, _):
+    return (None, None, None) if grad is None else _triton_born_backward(grad, *ctx.saved_tensors)
+
+
+_triton_born.register_autograd(_triton_born_vjp, setup_context=_triton_born_setup)
+
 
 def born_fold(state):
     """Folds the whole chunks among a state's newest tokens into S. Afterwards fewer than 64 tokens are left."""
@@ -1103,12 +1402,15 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend.
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
-    _expect_one_of("backend", backend, None, "torch", "reference")
+    backend = _pick(backend, ("torch", "triton", "reference"), q)
     _check_born(q, k, v, state)
     if backend == "reference":
         if state is not None:
             raise ValueError("backend='reference' takes no state; give it the whole sequence")
         return born_attention_reference(q, k, v), (None, k, v)
+    if backend == "triton" and state is None and method != "linear":
+        o = _triton_born(q, k, v)[0]
+        return o, _born_state(o, None, k.float(), v.float())
     (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
     q, k, v = _unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype)
     if state is not None:
@@ -1122,11 +1424,14 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     s = s.unflatten(0, (B, H))
     mass = mass + flat_k.square().sum(-1, keepdim=True).cumsum(2)[:, :, -T:]  # (B, H, T, 1): sum_{j<=i} |k_j|^2
     o = s[..., :-1] / (s[..., -1:] + BORN_FLOOR * mass + TINY)
-    state = (S, k, v)
-    if not o.requires_grad:
-        S, k, v = born_fold(state)
-        state = S, k.clone(), v.clone()  # not views, which would keep the whole sequence
-    return torch.stack(o.chunk(2, -1), -1), state
+    return torch.stack(o.chunk(2, -1), -1), _born_state(o, S, k, v)
+
+
+def _born_state(o, S, k, v):
+    if o.requires_grad:
+        return S, k, v
+    S, k, v = born_fold((S, k, v))
+    return S, k.clone(), v.clone()  # not views, which would keep the whole sequence
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1291,6 +1596,337 @@ def _phase_memory_vjp(ctx, grad, grad_M, _):
 
 _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_setup)
 
+# Triton, with the real and imaginary parts apart. `_phase_state_kernel` walks over the chunks and writes M before each, or from
+# the end N = dL/dM after each; the other kernels have a program for every chunk and block of coordinates, which holds a column of
+# blocks: `_phase_value_kernel` makes Y or dL/dV, `_phase_key_kernel` dL/dQ, dL/dK and what they say of the gates. Each forms E and
+# the scores again. float32 inputs are multiplied in float32, others in bfloat16; E, sums and states are float32.
+
+PHASE_TILE = 64, 64  # tokens of a chunk, coordinates of a block; half of it in float32
+
+if triton is not None:
+
+    @triton.jit
+    def _phase_load(ptr, first, stride, T, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                    REAL: tl.constexpr):  # fmt: skip
+        """Real and imaginary part of a tile, twice the real one if REAL, in the type to multiply in."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        rows, columns = tl.arange(0, ROWS)[:, None], EACH * column + tl.arange(0, EACH * WIDTH)[None, :]
+        mask = (first + rows < T) & (columns < EACH * COLUMNS)
+        x = tl.load(ptr + first.to(tl.int64) * stride + (rows * stride + columns), mask=mask, other=0.0)
+        x = _operand(x, ptr)
+        if REAL:
+            re, im = x, x
+        else:
+            re, im = tl.split(tl.reshape(x, (ROWS, WIDTH, 2)))
+        return re, im
+
+    @triton.jit
+    def _phase_store(ptr, re, im, first, stride, T, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                     REAL: tl.constexpr):  # fmt: skip
+        EACH: tl.constexpr = 1 if REAL else 2
+        x = re if REAL else tl.reshape(tl.join(re, im), (ROWS, 2 * WIDTH))
+        rows, columns = tl.arange(0, ROWS)[:, None], EACH * column + tl.arange(0, EACH * WIDTH)[None, :]
+        mask = (first + rows < T) & (columns < EACH * COLUMNS)
+        tl.store(ptr + first.to(tl.int64) * stride + (rows * stride + columns), x, mask=mask)
+
+    @triton.jit
+    def _phase_state_at(row, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+        """Key and value of each entry of a block of M, and which there are."""
+        keys, values = row + tl.arange(0, WIDTH)[:, None], column + tl.arange(0, WIDTH)[None, :]
+        return keys, values, (keys < COLUMNS) & (values < COLUMNS)
+
+    @triton.jit
+    def _phase_load_state(ptr, place, row, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REAL: tl.constexpr):
+        """A block of the stored state number `place`, which is a plane of real parts, then one of imaginary parts."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        keys, values, mask = _phase_state_at(row, column, COLUMNS, WIDTH)
+        pointers = ptr + place * EACH * COLUMNS * COLUMNS + (keys * COLUMNS + values)
+        re = tl.load(pointers, mask=mask, other=0.0)
+        im = re if REAL else tl.load(pointers + COLUMNS * COLUMNS, mask=mask, other=0.0)
+        return re, im
+
+    @triton.jit
+    def _minus(x):
+        return (-x.to(tl.float32)).to(x.dtype)
+
+    @triton.jit
+    def _product(
+        out_re, out_im, x_re, x_im, y_re, y_im, CONJ_X: tl.constexpr, CONJ_Y: tl.constexpr, REAL: tl.constexpr
+    ):
+        """out + x y, with conj(x) or conj(y) if told: one real product, or four."""
+        out_re += _dot(x_re, y_re)
+        if REAL:
+            out_im = out_re
+        else:
+            if CONJ_X == CONJ_Y:
+                out_re += _dot(_minus(x_im), y_im)
+            else:
+                out_re += _dot(x_im, y_im)
+            out_im += _dot(_minus(x_re) if CONJ_Y else x_re, y_im)
+            out_im += _dot(_minus(x_im) if CONJ_X else x_im, y_re)
+        return out_re, out_im
+
+    @triton.jit
+    def _phase_gates(gate_ptr, first, stride, T, ROWS: tl.constexpr):
+        """log gamma of a chunk, 0 beyond the end."""
+        t = first + tl.arange(0, ROWS)
+        return tl.load(gate_ptr + t.to(tl.int64) * stride, mask=t < T, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _phase_decays(gates, ROWS: tl.constexpr):
+        """E_ti for the tokens of a chunk. Sums of the gates between, as in `_decays`."""
+        t, i = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+        between = tl.cumsum(tl.where(i < t, gates[:, None], 0.0), 0)
+        return tl.exp(tl.where(i <= t, between, -float("inf")))
+
+    @triton.jit
+    def _phase_head(gates):
+        """E_t0"""
+        return tl.exp(tl.cumsum(gates, 0))
+
+    @triton.jit
+    def _phase_tail(gates, ROWS: tl.constexpr):
+        """E_ci"""
+        j, i = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+        return tl.exp(tl.sum(tl.where(i < j, gates[:, None], 0.0), 0))
+
+    @triton.jit
+    def _scaled(x, factor):
+        """The rows of x times factor, in the type of x."""
+        return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
+
+    @triton.jit
+    def _phase_state_kernel(k_ptr, v_ptr, gate_ptr, S_ptr, states_ptr, last_ptr, G, H, T, k_batch, k_head, k_row, v_batch,
+                            v_head, v_row, gate_batch, gate_head, gate_row, REVERSE: tl.constexpr, REAL: tl.constexpr,
+                            COLUMNS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        """M before each chunk and after the last, from the keys and values, M' = (E_c K)^H V + E_c0 M. With REVERSE dL/dM after
+        each chunk and before the first, from the queries and dL/dY: N = (E_0 Q)^H G + E_c0 N'."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+        g, block = tl.program_id(0) % G, tl.program_id(0) // G
+        row, column = block // BLOCKS * WIDTH, block % BLOCKS * WIDTH
+        k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
+        gate_ptr = _head(gate_ptr, g, H, gate_batch, gate_head)
+        keys, values, mask = _phase_state_at(row, column, COLUMNS, WIDTH)
+        outside = g.to(tl.int64) * COLUMNS * COLUMNS + (values * COLUMNS + keys)  # S is indexed [value, key]
+        M_re = tl.load(S_ptr + EACH * outside, mask=mask, other=0.0)
+        M_im = M_re if REAL else tl.load(S_ptr + EACH * outside + 1, mask=mask, other=0.0)
+        chunks = tl.cdiv(T, CHUNK)
+        for n in range(chunks):
+            chunk = chunks - 1 - n if REVERSE else n
+            pointers = (
+                states_ptr + (g.to(tl.int64) * chunks + chunk) * EACH * COLUMNS * COLUMNS + (keys * COLUMNS + values)
+            )
+            tl.store(pointers, M_re, mask=mask)
+            if not REAL:
+                tl.store(pointers + COLUMNS * COLUMNS, M_im, mask=mask)
+            gates = _phase_gates(gate_ptr, chunk * CHUNK, gate_row, T, CHUNK)
+            decay = _phase_head(gates) if REVERSE else _phase_tail(gates, CHUNK)
+            k_re, k_im = _phase_load(k_ptr, chunk * CHUNK, k_row, T, row, COLUMNS, CHUNK, WIDTH, REAL)
+            v_re, v_im = _phase_load(v_ptr, chunk * CHUNK, v_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+            k_re, k_im = tl.trans(_scaled(k_re, decay)), tl.trans(_scaled(k_im, decay))
+            whole = tl.exp(tl.sum(gates, 0))
+            M_re, M_im = _product(whole * M_re, whole * M_im, k_re, k_im, v_re, v_im, True, False, REAL)
+        tl.store(last_ptr + EACH * outside, M_re, mask=mask)
+        if not REAL:
+            tl.store(last_ptr + EACH * outside + 1, M_im, mask=mask)
+
+    @triton.jit
+    def _phase_value_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, states_ptr, y_ptr, G, H, T, q_batch, q_head, q_row, k_batch, k_head,
+                            k_row, v_batch, v_head, v_row, gate_batch, gate_head, gate_row, ADJOINT: tl.constexpr,
+                            REAL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+                            WIDTH: tl.constexpr):  # fmt: skip
+        """Y = (Q K^H * E) V + E_0 Q M, or with ADJOINT, G for V and N for M, dL/dV = (Q K^H * E)^H G + E_c K N."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+        g, chunk, column = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS * WIDTH
+        first, place = chunk * CHUNK, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
+        q_ptr, k_ptr = _head(q_ptr, g, H, q_batch, q_head), _head(k_ptr, g, H, k_batch, k_head)
+        P_re, P_im = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+        for block in range(BLOCKS):
+            q_re, q_im = _phase_load(q_ptr, first, q_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            k_re, k_im = _phase_load(k_ptr, first, k_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            P_re, P_im = _product(P_re, P_im, q_re, q_im, tl.trans(k_re), tl.trans(k_im), False, True, REAL)
+        gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
+        E = _phase_decays(gates, CHUNK)
+        P_re, P_im = P_re * E, P_im * E
+        if ADJOINT:
+            P_re, P_im = tl.trans(P_re), tl.trans(P_im)
+        v_re, v_im = _phase_load(
+            _head(v_ptr, g, H, v_batch, v_head), first, v_row, T, column, COLUMNS, CHUNK, WIDTH, REAL
+        )
+        y_re, y_im = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
+        P_re, P_im = P_re.to(v_re.dtype), P_im.to(v_re.dtype)
+        y_re, y_im = _product(y_re, y_im, P_re, P_im, v_re, v_im, ADJOINT, False, REAL)
+        decay = _phase_tail(gates, CHUNK) if ADJOINT else _phase_head(gates)
+        for block in range(BLOCKS):
+            if ADJOINT:
+                x_re, x_im = _phase_load(k_ptr, first, k_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            else:
+                x_re, x_im = _phase_load(q_ptr, first, q_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            M_re, M_im = _phase_load_state(states_ptr, place, block * WIDTH, column, COLUMNS, WIDTH, REAL)
+            M_re, M_im = M_re.to(v_re.dtype), M_im.to(v_re.dtype)
+            y_re, y_im = _product(
+                y_re, y_im, _scaled(x_re, decay), _scaled(x_im, decay), M_re, M_im, False, False, REAL
+            )
+        y_ptr += g.to(tl.int64) * T * EACH * COLUMNS
+        _phase_store(y_ptr, y_re, y_im, first, EACH * COLUMNS, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+
+    @triton.jit
+    def _phase_through_state(grad_ptr, grad_row, states_ptr, place, x_re, x_im, decay, first, T, row, COLUMNS: tl.constexpr,
+                             CHUNK: tl.constexpr, WIDTH: tl.constexpr, REAL: tl.constexpr):  # fmt: skip
+        """decay G M^H, the gradient of x through the state, and its product with each row of x."""
+        out_re, out_im = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
+        for block in range((COLUMNS + WIDTH - 1) // WIDTH):
+            g_re, g_im = _phase_load(grad_ptr, first, grad_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            M_re, M_im = _phase_load_state(states_ptr, place, row, block * WIDTH, COLUMNS, WIDTH, REAL)
+            M_re, M_im = tl.trans(M_re.to(g_re.dtype)), tl.trans(M_im.to(g_re.dtype))
+            out_re, out_im = _product(out_re, out_im, g_re, g_im, M_re, M_im, False, True, REAL)
+        out_re, out_im = out_re * decay[:, None], out_im * decay[:, None]
+        along = x_re.to(tl.float32) * out_re
+        if not REAL:
+            along += x_im.to(tl.float32) * out_im
+        return out_re, out_im, tl.sum(along, 1)
+
+    @triton.jit
+    def _phase_key_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, gate_ptr, M_ptr, N_ptr, dq_ptr, dk_ptr, dgate_ptr, G, H, T,
+                          q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row,
+                          gate_batch, gate_head, gate_row, REAL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+                          WIDTH: tl.constexpr):  # fmt: skip
+        """dL/dQ, dL/dK, and the share of a block of coordinates of q and k in dL/dlog gamma."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+        g, chunk, block = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS
+        first, row, place = chunk * CHUNK, block * WIDTH, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
+        v_ptr, grad_ptr = _head(v_ptr, g, H, v_batch, v_head), _head(grad_ptr, g, H, grad_batch, grad_head)
+        gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
+        dP_re, dP_im = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+        for values in range(BLOCKS):
+            g_re, g_im = _phase_load(grad_ptr, first, grad_row, T, values * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            v_re, v_im = _phase_load(v_ptr, first, v_row, T, values * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            dP_re, dP_im = _product(dP_re, dP_im, g_re, g_im, tl.trans(v_re), tl.trans(v_im), False, True, REAL)
+        E = _phase_decays(gates, CHUNK)
+        dP_re, dP_im = dP_re * E, dP_im * E
+        q_re, q_im = _phase_load(_head(q_ptr, g, H, q_batch, q_head), first, q_row, T, row, COLUMNS, CHUNK, WIDTH, REAL)
+        k_re, k_im = _phase_load(_head(k_ptr, g, H, k_batch, k_head), first, k_row, T, row, COLUMNS, CHUNK, WIDTH, REAL)
+        P_re, P_im = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+        P_re, P_im = _product(P_re, P_im, q_re, q_im, tl.trans(k_re), tl.trans(k_im), False, True, REAL)
+        through = P_re * dP_re  # E dL/dE
+        if not REAL:
+            through += P_im * dP_im
+        # Column j of what follows is about the gate after token j: [t, j] is the sum over i <= j, then that over t > j.
+        t, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+        dgates = tl.sum(tl.where(t > j, tl.cumsum(through, 1), 0.0), 0)
+
+        dP_re, dP_im = dP_re.to(k_re.dtype), dP_im.to(k_re.dtype)
+        dq_re, dq_im, from_state = _phase_through_state(grad_ptr, grad_row, M_ptr, place, q_re, q_im, _phase_head(gates),
+                                                        first, T, row, COLUMNS, CHUNK, WIDTH, REAL)  # fmt: skip
+        dq_re, dq_im = _product(dq_re, dq_im, dP_re, dP_im, k_re, k_im, False, False, REAL)
+        at = g.to(tl.int64) * T * EACH * COLUMNS
+        _phase_store(dq_ptr + at, dq_re, dq_im, first, EACH * COLUMNS, T, row, COLUMNS, CHUNK, WIDTH, REAL)
+        dk_re, dk_im, to_state = _phase_through_state(v_ptr, v_row, N_ptr, place, k_re, k_im, _phase_tail(gates, CHUNK),
+                                                      first, T, row, COLUMNS, CHUNK, WIDTH, REAL)  # fmt: skip
+        dk_re, dk_im = _product(dk_re, dk_im, tl.trans(dP_re), tl.trans(dP_im), q_re, q_im, True, False, REAL)
+        _phase_store(dk_ptr + at, dk_re, dk_im, first, EACH * COLUMNS, T, row, COLUMNS, CHUNK, WIDTH, REAL)
+
+        whole = 0.0  # from the state to the end of the chunk, past all of its gates
+        for values in range(BLOCKS):
+            M_re, M_im = _phase_load_state(M_ptr, place, row, values * WIDTH, COLUMNS, WIDTH, REAL)
+            N_re, N_im = _phase_load_state(N_ptr, place, row, values * WIDTH, COLUMNS, WIDTH, REAL)
+            along = M_re * N_re
+            if not REAL:
+                along += M_im * N_im
+            whole += tl.sum(along)
+        whole *= tl.exp(tl.sum(gates, 0))
+        dgates += whole + tl.sum(tl.where(t > j, from_state[:, None], to_state[:, None]), 0)
+        after = first + 1 + tl.arange(0, CHUNK)
+        dgate_ptr += (block * G + g).to(tl.int64) * T
+        tl.store(dgate_ptr + after, dgates, mask=(after < first + CHUNK) & (after < T))
+        tl.store(dgate_ptr + first, whole + tl.sum(from_state, 0))
+
+
+def _rows_in_place(x, real):
+    """x (B, H, T, d) or (B, H, T, d, 2), in place wherever a row lies in one piece, and its strides."""
+    if not real:
+        return _rows_of_pairs(x)
+    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    return x, x.stride()[:3]
+
+
+def _phase_sizes(q, real):
+    """B H, H and T; chunks; blocks of coordinates; constants of the kernels."""
+    B, H, T, d = q.shape[:4]
+    chunk, width = (x // (2 if q.dtype == torch.float32 else 1) for x in PHASE_TILE)
+    width = min(max(16, width), max(16, 1 << (d - 1).bit_length()))
+    sizes = {"REAL": real, "COLUMNS": d, "CHUNK": max(16, chunk), "WIDTH": width}
+    return (B * H, H, T), -(-T // sizes["CHUNK"]), -(-d // width), sizes
+
+
+@custom_op("nanohilbert::triton_phase", mutates_args=())
+def _triton_phase(
+    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, S: Tensor, real: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last state, and M before each chunk; q, k, v of one dtype, S float32 and contiguous."""
+    numbers, chunks, blocks, sizes = _phase_sizes(q, real)
+    (q, q_strides), (k, k_strides), (v, v_strides) = (_rows_in_place(x, real) for x in (q, k, v))
+    y, last, states = _phase_outputs(q, k, v, log_gamma, S, real)
+    _launch(_phase_state_kernel, numbers[0] * blocks**2, k, v, log_gamma, S, states, last, *numbers,
+            *k_strides, *v_strides, *log_gamma.stride(), REVERSE=False, **sizes)  # fmt: skip
+    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, q, k, v, log_gamma, states, y, *numbers,
+            *q_strides, *k_strides, *v_strides, *log_gamma.stride(), ADJOINT=False, **sizes)  # fmt: skip
+    return y, last, states
+
+
+def _phase_outputs(q, k, v, log_gamma, S, real):
+    (G, _, _), chunks, _, sizes = _phase_sizes(q, real)
+    states = S.new_empty(G, chunks, 1 if real else 2, *(2 * (sizes["COLUMNS"],)))
+    return S.new_empty(v.shape), S.new_empty(S.shape), states
+
+
+@custom_op("nanohilbert::triton_phase_backward", mutates_args=())
+def _triton_phase_backward(
+    grad: Tensor, grad_S: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, states: Tensor, real: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    numbers, chunks, blocks, sizes = _phase_sizes(q, real)
+    grad = grad.to(q.dtype)  # as it is multiplied
+    (grad, grad_strides), (q, q_strides), (k, k_strides), (v, v_strides) = (
+        _rows_in_place(x, real) for x in (grad, q, k, v)
+    )
+    dq, dk, dv, _, dS = _phase_gradients(grad, grad_S, q, k, v, log_gamma, states, real)
+    dgates = dS.new_empty(blocks, *log_gamma.shape)
+    ends = torch.empty_like(states)  # N after each chunk
+    _launch(_phase_state_kernel, numbers[0] * blocks**2, q, grad, log_gamma, grad_S.contiguous(), ends, dS, *numbers,
+            *q_strides, *grad_strides, *log_gamma.stride(), REVERSE=True, **sizes)  # fmt: skip
+    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, q, k, grad, log_gamma, ends, dv, *numbers,
+            *q_strides, *k_strides, *grad_strides, *log_gamma.stride(), ADJOINT=True, **sizes)  # fmt: skip
+    _launch(_phase_key_kernel, numbers[0] * chunks * blocks, q, k, v, grad, log_gamma, states, ends, dq, dk, dgates, *numbers,
+            *q_strides, *k_strides, *v_strides, *grad_strides, *log_gamma.stride(), **sizes)  # fmt: skip
+    return dq, dk, dv, dgates.sum(0).to(log_gamma.dtype), dS
+
+
+def _phase_gradients(grad, grad_S, q, k, v, log_gamma, states, real):
+    return *(x.new_empty(x.shape) for x in (q, k, v, log_gamma)), grad_S.new_empty(grad_S.shape)
+
+
+_triton_phase.register_fake(_phase_outputs)
+_triton_phase_backward.register_fake(_phase_gradients)
+
+
+def _triton_phase_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
+    ctx.real = inputs[5]
+    ctx.save_for_backward(*inputs[:5], output[2])
+
+
+def _triton_phase_vjp(ctx, grad, grad_S, _):
+    q, k, v, log_gamma, S, states = ctx.saved_tensors
+    grad = S.new_zeros(v.shape) if grad is None else grad
+    grad_S = torch.zeros_like(S) if grad_S is None else grad_S
+    return *_triton_phase_backward(grad, grad_S, q, k, v, log_gamma, states, ctx.real), None
+
+
+_triton_phase.register_autograd(_triton_phase_vjp, setup_context=_triton_phase_setup)
+
 
 def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
     """The O(T^2) form in which the paper trains: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
@@ -1354,17 +1990,25 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
     Raises:
         ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step".
     """
-    _expect_one_of("backend", backend, None, "torch", "dual", "step", "reference")
+    tensors = [x for x in (q, k, v, log_gamma, state) if x is not None]
+    if backend is None and q.shape[2:3] == (1,) and not os.environ.get("NANOHILBERT_BACKEND"):
+        backend = "step"
+    backend = _pick(backend, ("torch", "triton", "dual", "step", "reference"), *tensors)
     _check_phase(q, k, v, log_gamma, state, real)
     if backend == "reference":
         return phase_memory_reference(q, k, v, log_gamma, state, real)
     (B, H, T, d), pair = q.shape[:4], () if real else (2,)
-    dtype = _compute_dtype(q, k, v, log_gamma, *(() if state is None else (state,)))
+    dtype = _compute_dtype(*tensors)
+    if backend == "triton":
+        if not q.dtype == k.dtype == v.dtype:
+            q, k, v = q.float(), k.float(), v.float()
+        S = q.new_zeros(B, H, d, d, *pair, dtype=dtype) if state is None else state.float().contiguous()
+        return _triton_phase(q, k, v, log_gamma, S, real)[:2]
     q, k, v, log_gamma = (x.to(dtype) for x in (q, k, v, log_gamma))
     if backend == "dual":
         return phase_memory_dual(q, k, v, log_gamma, state, real), None
     S = q.new_zeros(B, H, d, d, *pair) if state is None else state.to(dtype)
-    if backend == "step" or (backend is None and T == 1):
+    if backend == "step":
         if T > 1:
             raise ValueError(f"backend='step' takes one token, not {T}")
         y, S = phase_memory_step(*(x.squeeze(2) for x in (q, k, v, log_gamma)), S, real)
@@ -1470,15 +2114,53 @@ COMPILED = (
 )
 
 
-def compiled(target, dtype):
-    """Compiles every Triton kernel for a target ("sm_90") without a GPU. Yields, for each, its case, its name, registers a
-    thread, bytes of stack, local and shared memory, and the number of instructions of each kind, by their SASS names."""
-    global _recorded
+def compile_launch(kernel, args, constants, target):
+    """What a recorded launch runs on a target ("sm_90"), compiled without a GPU: registers a thread, bytes of stack, local and
+    shared memory, and the SASS listing."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    named = dict(zip(kernel.arg_names, args)) | constants
+    signature, constexprs, aligned = {}, {}, {}
+    for i, (name, x) in enumerate(named.items()):
+        if isinstance(x, Tensor):
+            signature[name] = "*" + types[x.dtype]
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+        elif name in constants or x is None or x == 1:  # Triton makes a constant of 1 at every launch
+            signature[name], constexprs[name] = "constexpr", x
+        else:
+            signature[name] = "i32"
+        if signature[name].startswith("*") or (signature[name] == "i32" and x % 16 == 0):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    binary = triton.compile(
+        ASTSource(kernel, signature, constexprs, aligned),
+        target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
+        options={"num_warps": 4, "enable_fp_fusion": True},
+    )
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    resources = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
+    resources["SHARED"] = binary.metadata.shared  # asked for at launch
+    return resources, code
+
+
+def instructions(code):
+    """How many instructions of each kind, by their SASS names, a listing holds."""
+    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", code, re.MULTILINE))
+
+
+def compiled(target, dtype):
+    """Compiles every Triton kernel for a target without a GPU. Yields, for each, its case, its name, and what compile_launch
+    returns."""
+    global _recorded
     for case, function, shapes in COMPILED:
         _recorded = []
         try:
@@ -1488,35 +2170,7 @@ def compiled(target, dtype):
         finally:
             _recorded = None
         for kernel, args, constants in launches:
-            named = dict(zip(kernel.arg_names, args)) | constants
-            signature, constexprs, aligned = {}, {}, {}
-            for i, (name, x) in enumerate(named.items()):
-                if isinstance(x, Tensor):
-                    signature[name] = "*" + types[x.dtype]
-                elif isinstance(x, float):
-                    signature[name] = "fp32"
-                elif name in constants or x is None or x == 1:  # Triton makes a constant of 1 at every launch
-                    signature[name], constexprs[name] = "constexpr", x
-                else:
-                    signature[name] = "i32"
-                if signature[name].startswith("*") or (signature[name] == "i32" and x % 16 == 0):
-                    aligned[(i,)] = [["tt.divisibility", 16]]
-            binary = triton.compile(
-                ASTSource(kernel, signature, constexprs, aligned),
-                target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-                options={"num_warps": 4, "enable_fp_fusion": True},
-            )
-            with NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(binary.asm["cubin"])
-                file.flush()
-                usage, code = (
-                    subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-                    for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
-                )
-            resources = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
-            resources["SHARED"] = binary.metadata.shared  # asked for at launch
-            instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", code, re.MULTILINE)
-            yield case, kernel.__name__, resources, Counter(instructions)
+            yield case, kernel.__name__, *compile_launch(kernel, args, constants, target)
 
 
 def report_compiled():
@@ -1529,10 +2183,10 @@ def report_compiled():
     right = True
     for target, shared in (("sm_80", 163), ("sm_90", 227)):  # kB of shared memory a program may use
         for dtype in (torch.float32, torch.bfloat16):
-            for case, kernel, use, instructions in compiled(target, dtype):
+            for case, kernel, use, code in compiled(target, dtype):
                 right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * shared
                 cells = case, kernel, target, str(dtype).removeprefix("torch."), use["REG"]
-                cells += f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}", instructions.total()
+                cells += f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}", instructions(code).total()
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
     return right
 
