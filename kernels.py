@@ -1596,12 +1596,13 @@ def _phase_memory_vjp(ctx, grad, grad_M, _):
 
 _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_setup)
 
-# Triton, with the real and imaginary parts apart. `_phase_state_kernel` walks over the chunks and writes M before each, or from
-# the end N = dL/dM after each; the other kernels have a program for every chunk and block of coordinates, which holds a column of
-# blocks: `_phase_value_kernel` makes Y or dL/dV, `_phase_key_kernel` dL/dQ, dL/dK and what they say of the gates. Each forms E and
-# the scores again. float32 inputs are multiplied in float32, others in bfloat16; E, sums and states are float32.
+# Triton, with the real and imaginary parts apart. `_phase_state_kernel` walks over the chunks for a block of M and writes what
+# stands before each, or from the end N, what stands after each. All else has a program for each chunk, and forms E and the scores
+# again: `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
+# sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
+# bfloat16; E, the sums and the states are float32.
 
-PHASE_TILE = 64, 64  # tokens of a chunk, coordinates of a block; half of it in float32
+PHASE_TILE = 64, 64, 32  # tokens of a chunk, coordinates of a block, and of a block of M; half of it in float32
 
 if triton is not None:
 
@@ -1630,16 +1631,17 @@ if triton is not None:
         tl.store(ptr + first.to(tl.int64) * stride + (rows * stride + columns), x, mask=mask)
 
     @triton.jit
-    def _phase_state_at(row, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    def _phase_state_at(row, column, COLUMNS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):
         """Key and value of each entry of a block of M, and which there are."""
-        keys, values = row + tl.arange(0, WIDTH)[:, None], column + tl.arange(0, WIDTH)[None, :]
+        keys, values = row + tl.arange(0, KEYS)[:, None], column + tl.arange(0, VALUES)[None, :]
         return keys, values, (keys < COLUMNS) & (values < COLUMNS)
 
     @triton.jit
-    def _phase_load_state(ptr, place, row, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REAL: tl.constexpr):
+    def _phase_load_state(ptr, place, row, column, COLUMNS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+                          REAL: tl.constexpr):  # fmt: skip
         """A block of the stored state number `place`, which is a plane of real parts, then one of imaginary parts."""
         EACH: tl.constexpr = 1 if REAL else 2
-        keys, values, mask = _phase_state_at(row, column, COLUMNS, WIDTH)
+        keys, values, mask = _phase_state_at(row, column, COLUMNS, KEYS, VALUES)
         pointers = ptr + place * EACH * COLUMNS * COLUMNS + (keys * COLUMNS + values)
         re = tl.load(pointers, mask=mask, other=0.0)
         im = re if REAL else tl.load(pointers + COLUMNS * COLUMNS, mask=mask, other=0.0)
@@ -1659,11 +1661,11 @@ if triton is not None:
             out_im = out_re
         else:
             if CONJ_X == CONJ_Y:
-                out_re += _dot(_minus(x_im), y_im)
+                out_re += _dot(x_im, _minus(y_im))
             else:
                 out_re += _dot(x_im, y_im)
-            out_im += _dot(_minus(x_re) if CONJ_Y else x_re, y_im)
-            out_im += _dot(_minus(x_im) if CONJ_X else x_im, y_re)
+            out_im += _dot(x_re, _minus(y_im) if CONJ_Y else y_im)
+            out_im += _dot(x_im, _minus(y_re) if CONJ_X else y_re)
         return out_re, out_im
 
     @triton.jit
@@ -1673,11 +1675,16 @@ if triton is not None:
         return tl.load(gate_ptr + t.to(tl.int64) * stride, mask=t < T, other=0.0).to(tl.float32)
 
     @triton.jit
-    def _phase_decays(gates, ROWS: tl.constexpr):
-        """E_ti for the tokens of a chunk. Sums of the gates between, as in `_decays`."""
-        t, i = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
-        between = tl.cumsum(tl.where(i < t, gates[:, None], 0.0), 0)
-        return tl.exp(tl.where(i <= t, between, -float("inf")))
+    def _phase_decays(gates, ROWS: tl.constexpr, TURNED: tl.constexpr):
+        """E_ti for the tokens of a chunk, at [t, i], or [i, t] if TURNED. Sums of the gates between, as in `_decays`."""
+        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+        if TURNED:
+            between = tl.cumsum(tl.where(row < column, gates[None, :], 0.0), 1)
+            seen = row <= column
+        else:
+            between = tl.cumsum(tl.where(column < row, gates[:, None], 0.0), 0)
+            seen = column <= row
+        return tl.exp(tl.where(seen, between, -float("inf")))
 
     @triton.jit
     def _phase_head(gates):
@@ -1707,7 +1714,7 @@ if triton is not None:
         row, column = block // BLOCKS * WIDTH, block % BLOCKS * WIDTH
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         gate_ptr = _head(gate_ptr, g, H, gate_batch, gate_head)
-        keys, values, mask = _phase_state_at(row, column, COLUMNS, WIDTH)
+        keys, values, mask = _phase_state_at(row, column, COLUMNS, WIDTH, WIDTH)
         outside = g.to(tl.int64) * COLUMNS * COLUMNS + (values * COLUMNS + keys)  # S is indexed [value, key]
         M_re = tl.load(S_ptr + EACH * outside, mask=mask, other=0.0)
         M_im = M_re if REAL else tl.load(S_ptr + EACH * outside + 1, mask=mask, other=0.0)
@@ -1732,117 +1739,98 @@ if triton is not None:
             tl.store(last_ptr + EACH * outside + 1, M_im, mask=mask)
 
     @triton.jit
-    def _phase_value_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, states_ptr, y_ptr, G, H, T, q_batch, q_head, q_row, k_batch, k_head,
-                            k_row, v_batch, v_head, v_row, gate_batch, gate_head, gate_row, ADJOINT: tl.constexpr,
-                            REAL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-                            WIDTH: tl.constexpr):  # fmt: skip
-        """Y = (Q K^H * E) V + E_0 Q M, or with ADJOINT, G for V and N for M, dL/dV = (Q K^H * E)^H G + E_c K N."""
-        EACH: tl.constexpr = 1 if REAL else 2
-        BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-        g, chunk, column = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS * WIDTH
-        first, place = chunk * CHUNK, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
-        q_ptr, k_ptr = _head(q_ptr, g, H, q_batch, q_head), _head(k_ptr, g, H, k_batch, k_head)
+    def _phase_scores(x_ptr, y_ptr, first, T, x_row, y_row, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+                      REAL: tl.constexpr):  # fmt: skip
+        """X Y^H for a chunk."""
         P_re, P_im = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-        for block in range(BLOCKS):
-            q_re, q_im = _phase_load(q_ptr, first, q_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
-            k_re, k_im = _phase_load(k_ptr, first, k_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
-            P_re, P_im = _product(P_re, P_im, q_re, q_im, tl.trans(k_re), tl.trans(k_im), False, True, REAL)
-        gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
-        E = _phase_decays(gates, CHUNK)
-        P_re, P_im = P_re * E, P_im * E
-        if ADJOINT:
-            P_re, P_im = tl.trans(P_re), tl.trans(P_im)
-        v_re, v_im = _phase_load(
-            _head(v_ptr, g, H, v_batch, v_head), first, v_row, T, column, COLUMNS, CHUNK, WIDTH, REAL
-        )
-        y_re, y_im = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
-        P_re, P_im = P_re.to(v_re.dtype), P_im.to(v_re.dtype)
-        y_re, y_im = _product(y_re, y_im, P_re, P_im, v_re, v_im, ADJOINT, False, REAL)
-        decay = _phase_tail(gates, CHUNK) if ADJOINT else _phase_head(gates)
-        for block in range(BLOCKS):
-            if ADJOINT:
-                x_re, x_im = _phase_load(k_ptr, first, k_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
-            else:
-                x_re, x_im = _phase_load(q_ptr, first, q_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
-            M_re, M_im = _phase_load_state(states_ptr, place, block * WIDTH, column, COLUMNS, WIDTH, REAL)
-            M_re, M_im = M_re.to(v_re.dtype), M_im.to(v_re.dtype)
-            y_re, y_im = _product(
-                y_re, y_im, _scaled(x_re, decay), _scaled(x_im, decay), M_re, M_im, False, False, REAL
-            )
-        y_ptr += g.to(tl.int64) * T * EACH * COLUMNS
-        _phase_store(y_ptr, y_re, y_im, first, EACH * COLUMNS, T, column, COLUMNS, CHUNK, WIDTH, REAL)
-
-    @triton.jit
-    def _phase_through_state(grad_ptr, grad_row, states_ptr, place, x_re, x_im, decay, first, T, row, COLUMNS: tl.constexpr,
-                             CHUNK: tl.constexpr, WIDTH: tl.constexpr, REAL: tl.constexpr):  # fmt: skip
-        """decay G M^H, the gradient of x through the state, and its product with each row of x."""
-        out_re, out_im = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
         for block in range((COLUMNS + WIDTH - 1) // WIDTH):
-            g_re, g_im = _phase_load(grad_ptr, first, grad_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
-            M_re, M_im = _phase_load_state(states_ptr, place, row, block * WIDTH, COLUMNS, WIDTH, REAL)
-            M_re, M_im = tl.trans(M_re.to(g_re.dtype)), tl.trans(M_im.to(g_re.dtype))
-            out_re, out_im = _product(out_re, out_im, g_re, g_im, M_re, M_im, False, True, REAL)
-        out_re, out_im = out_re * decay[:, None], out_im * decay[:, None]
-        along = x_re.to(tl.float32) * out_re
-        if not REAL:
-            along += x_im.to(tl.float32) * out_im
-        return out_re, out_im, tl.sum(along, 1)
+            x_re, x_im = _phase_load(x_ptr, first, x_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            y_re, y_im = _phase_load(y_ptr, first, y_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            P_re, P_im = _product(P_re, P_im, x_re, x_im, tl.trans(y_re), tl.trans(y_im), False, True, REAL)
+        return P_re, P_im
 
     @triton.jit
-    def _phase_key_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, gate_ptr, M_ptr, N_ptr, dq_ptr, dk_ptr, dgate_ptr, G, H, T,
-                          q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row,
-                          gate_batch, gate_head, gate_row, REAL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-                          WIDTH: tl.constexpr):  # fmt: skip
-        """dL/dQ, dL/dK, and the share of a block of coordinates of q and k in dL/dlog gamma."""
+    def _phase_value_kernel(x_ptr, y_ptr, z_ptr, gate_ptr, states_ptr, with_ptr, out_ptr, along_ptr, G, H, T, x_batch, x_head,
+                            x_row, y_batch, y_head, y_row, z_batch, z_head, z_row, with_batch, with_head, with_row, gate_batch,
+                            gate_head, gate_row, LATER: tl.constexpr, FLIP: tl.constexpr, REAL: tl.constexpr,
+                            COLUMNS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+                            DEPTH: tl.constexpr):  # fmt: skip
+        """(X Y^H * E)^H Z + E_c Y M for a chunk and a block of coordinates. With LATER the rows of Y come after those of X: E^T for
+        E and E_0 for E_c. With FLIP, M^H for M. If there is one to go with, also the real product of each of its rows with that
+        of the second part."""
         EACH: tl.constexpr = 1 if REAL else 2
         BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
         g, chunk, block = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS
-        first, row, place = chunk * CHUNK, block * WIDTH, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
-        v_ptr, grad_ptr = _head(v_ptr, g, H, v_batch, v_head), _head(grad_ptr, g, H, grad_batch, grad_head)
+        first, column, place = chunk * CHUNK, block * WIDTH, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
+        x_ptr, y_ptr = _head(x_ptr, g, H, x_batch, x_head), _head(y_ptr, g, H, y_batch, y_head)
         gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
-        dP_re, dP_im = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-        for values in range(BLOCKS):
-            g_re, g_im = _phase_load(grad_ptr, first, grad_row, T, values * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
-            v_re, v_im = _phase_load(v_ptr, first, v_row, T, values * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
-            dP_re, dP_im = _product(dP_re, dP_im, g_re, g_im, tl.trans(v_re), tl.trans(v_im), False, True, REAL)
-        E = _phase_decays(gates, CHUNK)
-        dP_re, dP_im = dP_re * E, dP_im * E
-        q_re, q_im = _phase_load(_head(q_ptr, g, H, q_batch, q_head), first, q_row, T, row, COLUMNS, CHUNK, WIDTH, REAL)
-        k_re, k_im = _phase_load(_head(k_ptr, g, H, k_batch, k_head), first, k_row, T, row, COLUMNS, CHUNK, WIDTH, REAL)
-        P_re, P_im = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-        P_re, P_im = _product(P_re, P_im, q_re, q_im, tl.trans(k_re), tl.trans(k_im), False, True, REAL)
-        through = P_re * dP_re  # E dL/dE
+        out_re, out_im = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
+        for k in range((COLUMNS + DEPTH - 1) // DEPTH):
+            y_re, y_im = _phase_load(y_ptr, first, y_row, T, k * DEPTH, COLUMNS, CHUNK, DEPTH, REAL)
+            if FLIP:
+                M_re, M_im = _phase_load_state(states_ptr, place, column, k * DEPTH, COLUMNS, WIDTH, DEPTH, REAL)
+                M_re, M_im = tl.trans(M_re), tl.trans(M_im)
+            else:
+                M_re, M_im = _phase_load_state(states_ptr, place, k * DEPTH, column, COLUMNS, DEPTH, WIDTH, REAL)
+            out_re, out_im = _product(out_re, out_im, y_re, y_im, M_re, M_im, False, FLIP, REAL)
+        decay = _phase_head(gates) if LATER else _phase_tail(gates, CHUNK)
+        out_re, out_im = out_re * decay[:, None], out_im * decay[:, None]
+        if with_ptr is not None:
+            with_ptr = _head(with_ptr, g, H, with_batch, with_head)
+            re, im = _phase_load(with_ptr, first, with_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+            along = re.to(tl.float32) * out_re
+            if not REAL:
+                along += im.to(tl.float32) * out_im
+            t = first + tl.arange(0, CHUNK)
+            tl.store(along_ptr + (block * G + g).to(tl.int64) * T + t, tl.sum(along, 1), mask=t < T)
+        P_re, P_im = _phase_scores(x_ptr, y_ptr, first, T, x_row, y_row, COLUMNS, CHUNK, DEPTH, REAL)
+        E = _phase_decays(gates, CHUNK, LATER)
+        P_re, P_im = tl.trans(_operand(P_re * E, z_ptr)), tl.trans(_operand(P_im * E, z_ptr))
+        z_ptr = _head(z_ptr, g, H, z_batch, z_head)
+        z_re, z_im = _phase_load(z_ptr, first, z_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+        out_re, out_im = _product(out_re, out_im, P_re, P_im, z_re, z_im, True, False, REAL)
+        out_ptr += g.to(tl.int64) * T * EACH * COLUMNS
+        _phase_store(out_ptr, out_re, out_im, first, EACH * COLUMNS, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+
+    @triton.jit
+    def _phase_gate_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, gate_ptr, M_ptr, N_ptr, from_ptr, to_ptr, dgate_ptr, G, H, T,
+                           q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row,
+                           gate_batch, gate_head, gate_row, REAL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+                           WIDTH: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+        """dL/dlog gamma of a chunk."""
+        g, chunk = tl.program_id(0) % G, tl.program_id(0) // G
+        first, place = chunk * CHUNK, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
+        gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
+        P_re, P_im = _phase_scores(_head(q_ptr, g, H, q_batch, q_head), _head(k_ptr, g, H, k_batch, k_head), first, T,
+                                   q_row, k_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
+        dP_re, dP_im = _phase_scores(_head(grad_ptr, g, H, grad_batch, grad_head), _head(v_ptr, g, H, v_batch, v_head), first, T,
+                                     grad_row, v_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
+        through = P_re * dP_re
         if not REAL:
             through += P_im * dP_im
-        # Column j of what follows is about the gate after token j: [t, j] is the sum over i <= j, then that over t > j.
-        t, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-        dgates = tl.sum(tl.where(t > j, tl.cumsum(through, 1), 0.0), 0)
-
-        dP_re, dP_im = dP_re.to(k_re.dtype), dP_im.to(k_re.dtype)
-        dq_re, dq_im, from_state = _phase_through_state(grad_ptr, grad_row, M_ptr, place, q_re, q_im, _phase_head(gates),
-                                                        first, T, row, COLUMNS, CHUNK, WIDTH, REAL)  # fmt: skip
-        dq_re, dq_im = _product(dq_re, dq_im, dP_re, dP_im, k_re, k_im, False, False, REAL)
-        at = g.to(tl.int64) * T * EACH * COLUMNS
-        _phase_store(dq_ptr + at, dq_re, dq_im, first, EACH * COLUMNS, T, row, COLUMNS, CHUNK, WIDTH, REAL)
-        dk_re, dk_im, to_state = _phase_through_state(v_ptr, v_row, N_ptr, place, k_re, k_im, _phase_tail(gates, CHUNK),
-                                                      first, T, row, COLUMNS, CHUNK, WIDTH, REAL)  # fmt: skip
-        dk_re, dk_im = _product(dk_re, dk_im, tl.trans(dP_re), tl.trans(dP_im), q_re, q_im, True, False, REAL)
-        _phase_store(dk_ptr + at, dk_re, dk_im, first, EACH * COLUMNS, T, row, COLUMNS, CHUNK, WIDTH, REAL)
-
-        whole = 0.0  # from the state to the end of the chunk, past all of its gates
-        for values in range(BLOCKS):
-            M_re, M_im = _phase_load_state(M_ptr, place, row, values * WIDTH, COLUMNS, WIDTH, REAL)
-            N_re, N_im = _phase_load_state(N_ptr, place, row, values * WIDTH, COLUMNS, WIDTH, REAL)
-            along = M_re * N_re
-            if not REAL:
-                along += M_im * N_im
-            whole += tl.sum(along)
-        whole *= tl.exp(tl.sum(gates, 0))
-        dgates += whole + tl.sum(tl.where(t > j, from_state[:, None], to_state[:, None]), 0)
-        after = first + 1 + tl.arange(0, CHUNK)
-        dgate_ptr += (block * G + g).to(tl.int64) * T
-        tl.store(dgate_ptr + after, dgates, mask=(after < first + CHUNK) & (after < T))
-        tl.store(dgate_ptr + first, whole + tl.sum(from_state, 0))
+        through *= _phase_decays(
+            gates, CHUNK, False
+        )  # E dL/dE between tokens; below from the state, to it, and past all
+        t, j = first + tl.arange(0, CHUNK), tl.arange(0, CHUNK)
+        from_state, to_state, past = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), 0.0
+        for block in range((COLUMNS + WIDTH - 1) // WIDTH):
+            at = (block * G + g).to(tl.int64) * T + t
+            from_state += tl.load(from_ptr + at, mask=t < T, other=0.0)
+            to_state += tl.load(to_ptr + at, mask=t < T, other=0.0)
+        for row in range(0, COLUMNS, DEPTH):
+            for column in range(0, COLUMNS, DEPTH):
+                M_re, M_im = _phase_load_state(M_ptr, place, row, column, COLUMNS, DEPTH, DEPTH, REAL)
+                N_re, N_im = _phase_load_state(N_ptr, place, row, column, COLUMNS, DEPTH, DEPTH, REAL)
+                past += tl.sum(M_re.to(tl.float32) * N_re.to(tl.float32))
+                if not REAL:
+                    past += tl.sum(M_im.to(tl.float32) * N_im.to(tl.float32))
+        past *= tl.exp(tl.sum(gates, 0))
+        # Column j is about the gate after token j: it stands between i <= j and t > j.
+        through = tl.cumsum(through, 1) + from_state[:, None]
+        dgates = past + tl.sum(tl.where(j[:, None] > j[None, :], through, to_state[:, None]), 0)
+        dgate_ptr += g.to(tl.int64) * T
+        tl.store(dgate_ptr + t + 1, dgates, mask=(j < CHUNK - 1) & (t + 1 < T))
+        tl.store(dgate_ptr + first, past + tl.sum(from_state, 0))
 
 
 def _rows_in_place(x, real):
@@ -1854,12 +1842,42 @@ def _rows_in_place(x, real):
 
 
 def _phase_sizes(q, real):
-    """B H, H and T; chunks; blocks of coordinates; constants of the kernels."""
+    """B H, H and T; chunks; constants of the kernels."""
     B, H, T, d = q.shape[:4]
-    chunk, width = (x // (2 if q.dtype == torch.float32 else 1) for x in PHASE_TILE)
-    width = min(max(16, width), max(16, 1 << (d - 1).bit_length()))
-    sizes = {"REAL": real, "COLUMNS": d, "CHUNK": max(16, chunk), "WIDTH": width}
-    return (B * H, H, T), -(-T // sizes["CHUNK"]), -(-d // width), sizes
+    chunk, *widths = (max(16, x // (2 if q.dtype == torch.float32 else 1)) for x in PHASE_TILE)
+    width, depth = (min(x, max(16, 1 << (d - 1).bit_length())) for x in widths)
+    return (B * H, H, T), -(-T // chunk), {"REAL": real, "COLUMNS": d, "CHUNK": chunk, "WIDTH": width, "DEPTH": depth}
+
+
+def _phase_states(k, v, log_gamma, S, reverse, real):
+    """The state before each chunk and after the last; in reverse, after each chunk and before the first."""
+    numbers, _, sizes = _phase_sizes(k, real)
+    (k, k_strides), (v, v_strides) = _rows_in_place(k, real), _rows_in_place(v, real)
+    states, last = _phase_states_like(k, real), torch.empty_like(S)
+    sizes["WIDTH"] = sizes.pop("DEPTH")
+    _launch(_phase_state_kernel, numbers[0] * (-(-sizes["COLUMNS"] // sizes["WIDTH"])) ** 2, k, v, log_gamma, S, states, last,
+            *numbers, *k_strides, *v_strides, *log_gamma.stride(), REVERSE=reverse, **sizes)  # fmt: skip
+    return states, last
+
+
+def _phase_states_like(k, real):
+    """Room for a state a chunk, in the type to multiply in; what is carried from chunk to chunk is float32."""
+    (G, *_), chunks, sizes = _phase_sizes(k, real)
+    dtype = torch.float32 if k.dtype == torch.float32 else torch.bfloat16
+    return k.new_empty(G, chunks, 1 if real else 2, sizes["COLUMNS"], sizes["COLUMNS"], dtype=dtype)
+
+
+def _phase_values(x, y, z, log_gamma, states, later, flip, go_with, real, dtype):
+    numbers, chunks, sizes = _phase_sizes(x, real)
+    blocks = -(-sizes["COLUMNS"] // sizes["WIDTH"])
+    tensors, strides = zip(*(_rows_in_place(a, real) for a in (x, y, z)))
+    out, along, with_strides = z.new_empty(z.shape, dtype=dtype), None, (0, 0, 0)
+    if go_with is not None:
+        along = states.new_empty(blocks, *log_gamma.shape, dtype=torch.float32)
+        go_with, with_strides = _rows_in_place(go_with, real)
+    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, *tensors, log_gamma, states, go_with, out, along, *numbers,
+            *sum(strides, ()), *with_strides, *log_gamma.stride(), LATER=later, FLIP=flip, **sizes)  # fmt: skip
+    return out, along
 
 
 @custom_op("nanohilbert::triton_phase", mutates_args=())
@@ -1867,49 +1885,36 @@ def _triton_phase(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, S: Tensor, real: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last state, and M before each chunk; q, k, v of one dtype, S float32 and contiguous."""
-    numbers, chunks, blocks, sizes = _phase_sizes(q, real)
-    (q, q_strides), (k, k_strides), (v, v_strides) = (_rows_in_place(x, real) for x in (q, k, v))
-    y, last, states = _phase_outputs(q, k, v, log_gamma, S, real)
-    _launch(_phase_state_kernel, numbers[0] * blocks**2, k, v, log_gamma, S, states, last, *numbers,
-            *k_strides, *v_strides, *log_gamma.stride(), REVERSE=False, **sizes)  # fmt: skip
-    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, q, k, v, log_gamma, states, y, *numbers,
-            *q_strides, *k_strides, *v_strides, *log_gamma.stride(), ADJOINT=False, **sizes)  # fmt: skip
+    states, last = _phase_states(k, v, log_gamma, S, False, real)
+    y, _ = _phase_values(k, q, v, log_gamma, states, True, False, None, real, torch.float32)
     return y, last, states
-
-
-def _phase_outputs(q, k, v, log_gamma, S, real):
-    (G, _, _), chunks, _, sizes = _phase_sizes(q, real)
-    states = S.new_empty(G, chunks, 1 if real else 2, *(2 * (sizes["COLUMNS"],)))
-    return S.new_empty(v.shape), S.new_empty(S.shape), states
 
 
 @custom_op("nanohilbert::triton_phase_backward", mutates_args=())
 def _triton_phase_backward(
     grad: Tensor, grad_S: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, states: Tensor, real: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    numbers, chunks, blocks, sizes = _phase_sizes(q, real)
-    grad = grad.to(q.dtype)  # as it is multiplied
-    (grad, grad_strides), (q, q_strides), (k, k_strides), (v, v_strides) = (
-        _rows_in_place(x, real) for x in (grad, q, k, v)
-    )
-    dq, dk, dv, _, dS = _phase_gradients(grad, grad_S, q, k, v, log_gamma, states, real)
-    dgates = dS.new_empty(blocks, *log_gamma.shape)
-    ends = torch.empty_like(states)  # N after each chunk
-    _launch(_phase_state_kernel, numbers[0] * blocks**2, q, grad, log_gamma, grad_S.contiguous(), ends, dS, *numbers,
-            *q_strides, *grad_strides, *log_gamma.stride(), REVERSE=True, **sizes)  # fmt: skip
-    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, q, k, grad, log_gamma, ends, dv, *numbers,
-            *q_strides, *k_strides, *grad_strides, *log_gamma.stride(), ADJOINT=True, **sizes)  # fmt: skip
-    _launch(_phase_key_kernel, numbers[0] * chunks * blocks, q, k, v, grad, log_gamma, states, ends, dq, dk, dgates, *numbers,
-            *q_strides, *k_strides, *v_strides, *grad_strides, *log_gamma.stride(), **sizes)  # fmt: skip
-    return dq, dk, dv, dgates.sum(0).to(log_gamma.dtype), dS
+    grad = grad.to(torch.float32 if q.dtype == torch.float32 else torch.bfloat16)  # as it is multiplied
+    ends, dS = _phase_states(q, grad, log_gamma, grad_S.contiguous(), True, real)  # N
+    dv, _ = _phase_values(q, k, grad, log_gamma, ends, False, False, None, real, v.dtype)
+    dq, from_state = _phase_values(v, grad, k, log_gamma, states, True, True, q, real, q.dtype)
+    dk, to_state = _phase_values(grad, v, q, log_gamma, ends, False, True, k, real, k.dtype)
+    dlog_gamma = log_gamma.new_empty(log_gamma.shape)
+    numbers, chunks, sizes = _phase_sizes(q, real)
+    tensors, strides = zip(*(_rows_in_place(x, real) for x in (q, k, v, grad)))
+    _launch(_phase_gate_kernel, numbers[0] * chunks, *tensors, log_gamma, states, ends, from_state, to_state, dlog_gamma,
+            *numbers, *sum(strides, ()), *log_gamma.stride(), **sizes)  # fmt: skip
+    return dq, dk, dv, dlog_gamma, dS
 
 
-def _phase_gradients(grad, grad_S, q, k, v, log_gamma, states, real):
+@_triton_phase.register_fake
+def _(q, k, v, log_gamma, S, real):
+    return S.new_empty(v.shape), S.new_empty(S.shape), _phase_states_like(k, real)
+
+
+@_triton_phase_backward.register_fake
+def _(grad, grad_S, q, k, v, log_gamma, states, real):
     return *(x.new_empty(x.shape) for x in (q, k, v, log_gamma)), grad_S.new_empty(grad_S.shape)
-
-
-_triton_phase.register_fake(_phase_outputs)
-_triton_phase_backward.register_fake(_phase_gradients)
 
 
 def _triton_phase_setup(ctx, inputs, output):
