@@ -1046,6 +1046,7 @@ _born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
 # hold a square, and summed in float32.
 
 # Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries likewise.
+# For bfloat16 and N up to 16; less for more.
 BORN_TILE = 64, 64, 32
 
 if triton is not None:
@@ -1272,14 +1273,12 @@ def _rows_of_pairs(x):
 def _born_sizes(x):
     """B H, H and T; programs; and the sizes of tiles where queries are held, then where keys are."""
     B, H, T, N, _ = x.shape
-    rows, keys, queries = BORN_TILE
-    pairs = {"COLUMNS": 2 * N, "WIDTH": max(16, 1 << (2 * N - 1).bit_length())}
-    return (
-        (B * H, H, T),
-        B * H * -(-T // rows),
-        pairs | {"QUERIES": rows, "KEYS": keys},
-        pairs | {"QUERIES": queries, "KEYS": rows},
-    )
+    width = max(16, 1 << (2 * N - 1).bit_length())
+    shrink = (2 if x.dtype == torch.float32 else 1) * max(1, width // 32)  # so that all stays in registers
+    rows, keys, queries = (max(16, x // shrink) for x in BORN_TILE)
+    pairs = {"COLUMNS": 2 * N, "WIDTH": width}
+    held = pairs | {"QUERIES": rows, "KEYS": keys}, pairs | {"QUERIES": queries, "KEYS": rows}
+    return (B * H, H, T), B * H * -(-T // rows), *held
 
 
 @custom_op("nanohilbert::triton_born", mutates_args=())
@@ -1390,7 +1389,8 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
-        backend: None picks; "torch" or "reference" (complex128, no state) forces one.
+        backend: None, "torch", "triton" or "reference" (complex128, no state), as above. Triton has the quadratic form of
+            a sequence from its beginning, which "auto" takes at any T; with a state, or "linear", the torch path runs.
 
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
@@ -1602,7 +1602,7 @@ _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_s
 # sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
 # bfloat16; E, the sums and the states are float32.
 
-PHASE_TILE = 64, 64, 32  # tokens of a chunk, coordinates of a block, and of a block of M; half of it in float32
+PHASE_TILE = 64, 64, 32  # tokens of a chunk, coordinates of a block, and of a block of M; in float32 16, 32, 16
 
 if triton is not None:
 
@@ -1844,8 +1844,9 @@ def _rows_in_place(x, real):
 def _phase_sizes(q, real):
     """B H, H and T; chunks; constants of the kernels."""
     B, H, T, d = q.shape[:4]
-    chunk, *widths = (max(16, x // (2 if q.dtype == torch.float32 else 1)) for x in PHASE_TILE)
-    width, depth = (min(x, max(16, 1 << (d - 1).bit_length())) for x in widths)
+    shrink = (4, 2, 2) if q.dtype == torch.float32 else (1, 1, 1)
+    chunk, width, depth = (max(16, x // by) for x, by in zip(PHASE_TILE, shrink))
+    width, depth = (min(x, max(16, 1 << (d - 1).bit_length())) for x in (width, depth))
     return (B * H, H, T), -(-T // chunk), {"REAL": real, "COLUMNS": d, "CHUNK": chunk, "WIDTH": width, "DEPTH": depth}
 
 
@@ -1986,8 +1987,8 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
         state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
         real: a real memory, PAM's ablation SAM: k^* is k.
-        backend: None picks; "torch" (chunks, O(T)), "dual" (the paper's O(T^2) form, no state out), "step" (one token)
-            or "reference" (complex128 loop) forces one.
+        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the paper's
+            O(T^2) form, no state out); "step" (one token; what None takes at T = 1).
     Any float dtypes and strides. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
 
     Returns:
@@ -2036,6 +2037,10 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
 # python kernels.py
 
 
+def _phase_real(*inputs, backend):
+    return phase_memory(*inputs, real=True, backend=backend)
+
+
 def check_cases():
     """One case per operation and form: (name, function that returns its outputs, inputs in float64)."""
     g = torch.Generator().manual_seed(0)
@@ -2045,9 +2050,6 @@ def check_cases():
 
     def born(method):
         return lambda *qkv, backend: born_attention(*qkv, method=method, backend=backend)[:1]
-
-    def phase_real(*inputs, backend):
-        return phase_memory(*inputs, real=True, backend=backend)
 
     B, T, C, E, N = 2, 257, 48, 40, 16
     decay, theta, b, h0 = -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
@@ -2070,7 +2072,7 @@ def check_cases():
         ("born_attention, quadratic", born("quadratic"), qkv),
         ("born_attention, linear", born("linear"), qkv),
         ("phase_memory", phase_memory, phase),
-        ("phase_memory, real", phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
+        ("phase_memory, real", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
     ]
 
 
@@ -2116,6 +2118,9 @@ COMPILED = (
     ("complex_scan", complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2))),
     ("complex_scan, real", lambda a, b, backend: complex_scan(a, None, b, backend=backend), ((1, 1024, 512),) * 2),
     ("cayley_scan", cayley_scan, ((1, 1024, 16, 16), (1, 1024, 16), (1, 1024, 16, 16), (16, 16), (1, 1024, 16, 16, 2))),
+    ("born_attention, quadratic", born_attention, ((1, 16, 1024, 16, 2),) * 3),
+    ("phase_memory", phase_memory, (*((1, 6, 1024, 64, 2),) * 3, (1, 6, 1024), (1, 6, 64, 64, 2))),
+    ("phase_memory, real", _phase_real, (*((1, 6, 1024, 64),) * 3, (1, 6, 1024), (1, 6, 64, 64))),
 )
 
 
