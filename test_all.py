@@ -5116,9 +5116,9 @@ def small_tiles(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def triton_errors(function, inputs, dtype=torch.float32, strided=False, floor=0.1):
-    """`errors` of backend="triton", on the device that it runs on. Twice, bit by bit; inputs and upstream gradients that do not
-    lie in one piece if `strided`."""
+def triton_errors(function, inputs, dtype=torch.float32, strided=False, floor=0.1, twice=False):
+    """`errors` of backend="triton", on the device that it runs on; inputs and upstream gradients that do not lie in one piece
+    if `strided`; the same bits again if `twice`."""
     device = "cpu" if INTERPRETED else "cuda"
 
     def run(backend, dtype, device, strided):
@@ -5130,11 +5130,10 @@ def triton_errors(function, inputs, dtype=torch.float32, strided=False, floor=0.
         return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
 
     rounded = [x.detach().to(dtype) for x in inputs]
-    found, again = run("triton", dtype, device, strided), run("triton", dtype, device, strided)
-    expected = run("reference", torch.float64, "cpu", False)
-    for x, y in zip(found, again):
-        assert torch.equal(x, y)
-        assert x.isfinite().all()
+    found, expected = run("triton", dtype, device, strided), run("reference", torch.float64, "cpu", False)
+    assert all(x.isfinite().all() for x in found)
+    if twice:
+        assert all(torch.equal(x, y) for x, y in zip(found, run("triton", dtype, device, strided)))
     for x, leaf in zip(found[-len(inputs) :], rounded):
         assert x.dtype == leaf.dtype
     return max(
@@ -5163,25 +5162,25 @@ def born_triton(q, k, v, backend):
 )
 def test_triton_born_equals_reference(T, N, tile, small_tiles, monkeypatch):
     monkeypatch.setattr(kernels, "BORN_TILE", (2 * tile, 2 * tile, tile) if tile == 64 else (tile, 16, 16))
-    assert triton_errors(born_triton, born_inputs(1, 2, T, N), strided=T % 2 == 1) < 1e-5
+    heads = 2 if T < 40 else 1
+    assert triton_errors(born_triton, born_inputs(1, heads, T, N), strided=T % 2 == 1, twice=T == 33) < 1e-5
 
 
 @triton_runs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_triton_born_of_half_precision(dtype, small_tiles):
-    for T, N in ((50, 5), (7, 16)):
-        assert triton_errors(born_triton, born_inputs(1, 2, T, N), dtype, strided=True) < 3e-2
+    assert triton_errors(born_triton, born_inputs(1, 1, 40, 5), dtype, strided=True) < 3e-2
     x = [y.to(dtype) for y in born_inputs(1, 1, 3, 2)]
     assert kernels.born_attention(*x, backend="triton")[0].dtype == torch.float32
     large = [y.to(dtype) for y in born_inputs(1, 1, 20, 2)]
-    large[1] = large[1] * 3e4 / large[1].abs().max()  # its weights, near 1e9, are beyond float16
+    large[1] *= 3e4 / large[1].abs().max()  # its weights, near 1e9, are beyond float16
     assert kernels.born_attention(*large, backend="triton")[0].isfinite().all()
 
 
 @triton_runs
 def test_triton_born_at_extreme_scores(small_tiles):
     """The scale of q and k, rows of zeros, and queries nearly orthogonal to all keys, where the floor decides."""
-    q, k, v = born_inputs(1, 2, 40, 4)
+    q, k, v = born_inputs(1, 1, 33, 4)
     plain = kernels.born_attention(q.float(), k.float(), v.float(), backend="triton")[0]
     for scale in (2.0**-100, 2.0**100):
         assert torch.equal(
@@ -5229,20 +5228,22 @@ def phase_triton(real):
 
 @triton_runs
 @pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
-@pytest.mark.parametrize(("T", "d"), [(1, 3), (2, 1), (7, 5), (33, 16), (50, 20), (16, 40)])
+@pytest.mark.parametrize(("T", "d"), [(1, 3), (2, 1), (7, 5), (33, 4), (50, 20), (16, 40)])
 def test_triton_phase_equals_reference(T, d, real, small_tiles):
     """Value, gradients and final state, all with an initial state."""
-    assert triton_errors(phase_triton(real), phase_inputs(1, 2, T, d, real), strided=T % 2 == 1) < 1e-5
+    heads = 2 if T < 40 else 1
+    inputs = phase_inputs(1, heads, T, d, real)
+    assert triton_errors(phase_triton(real), inputs, strided=T % 2 == 1, twice=T == 33) < 1e-5
 
 
 @triton_runs
 @pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
 def test_triton_phase_at_extreme_gates(real, small_tiles):
-    q, k, v, _, S = phase_inputs(1, 2, 40, 4, real)
-    for value in (0.0, -1e-9, -30.0, -1e5, -torch.inf):
-        gates = torch.where(torch.arange(40) % 3 == 0, value, -1e-3).double().expand(1, 2, 40)
+    q, k, v, _, S = phase_inputs(1, 1, 40, 4, real)
+    for value in (0.0, -30.0, -torch.inf):
+        gates = torch.where(torch.arange(40) % 3 == 0, value, -1e-3).double().expand(1, 1, 40)
         assert triton_errors(phase_triton(real), (q, k, v, gates, S), floor=1e-3) < 1e-5
-    closed = torch.where(torch.arange(40) == 21, -torch.inf, -0.1).expand(1, 2, 40)
+    closed = torch.where(torch.arange(40) == 21, -torch.inf, -0.1).expand(1, 1, 40)
     leaves = [x.float().requires_grad_() for x in (q, k, v, closed, S)]
     y, end = kernels.phase_memory(*leaves, real=real, backend="triton")
     grads = torch.autograd.grad(y[:, :, 21:].sum() + end.sum(), leaves)
@@ -5255,7 +5256,7 @@ def test_triton_phase_at_extreme_gates(real, small_tiles):
 def test_triton_phase_of_half_precision(dtype, small_tiles, monkeypatch):
     monkeypatch.setattr(kernels, "PHASE_TILE", (16, 16, 16))
     for real in (False, True):
-        assert triton_errors(phase_triton(real), phase_inputs(1, 2, 40, 17, real), dtype, strided=True) < 3e-2
+        assert triton_errors(phase_triton(real), phase_inputs(1, 1, 40, 17, real), dtype, strided=True) < 3e-2
     q, k, v, log_gamma, _ = phase_inputs(1, 1, 20, 3)
     y, _ = kernels.phase_memory(q.to(dtype), k.float(), v.to(dtype), log_gamma.to(dtype), backend="triton")
     expected, _ = kernels.phase_memory_reference(q.to(dtype), k, v.to(dtype), log_gamma.to(dtype))
