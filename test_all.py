@@ -5163,7 +5163,10 @@ def born_triton(q, k, v, backend):
 def test_triton_born_equals_reference(T, N, tile, small_tiles, monkeypatch):
     monkeypatch.setattr(kernels, "BORN_TILE", (2 * tile, 2 * tile, tile) if tile == 64 else (tile, 16, 16))
     heads = 2 if T < 40 else 1
-    assert triton_errors(born_triton, born_inputs(1, heads, T, N), strided=T % 2 == 1, twice=T == 33) < 1e-5
+    assert (
+        triton_errors(born_triton, born_inputs(2 if T == 7 else 1, heads, T, N), strided=T % 2 == 1, twice=T == 33)
+        < 1e-5
+    )
 
 
 @triton_runs
@@ -5204,7 +5207,7 @@ def test_triton_born_at_extreme_scores(small_tiles):
     first[..., 0, :], second[..., 0, :] = q[..., 0, :], 2e-3 * k[..., 0, :]
     o = kernels.born_attention(first.float(), second.float(), v.float(), backend="triton")[0]
     assert (o.double() - (w := kernels.born_attention_reference(first, second, v))).abs().max() < 1e-5 * w.abs().max()
-    assert triton_errors(born_triton, (first, second, v), floor=1e-3) < 1e-4
+    assert triton_errors(born_triton, (first, second, v), floor=1e-3) < 1e-5
 
 
 @triton_runs
@@ -5232,7 +5235,7 @@ def phase_triton(real):
 def test_triton_phase_equals_reference(T, d, real, small_tiles):
     """Value, gradients and final state, all with an initial state."""
     heads = 2 if T < 40 else 1
-    inputs = phase_inputs(1, heads, T, d, real)
+    inputs = phase_inputs(2 if T == 7 else 1, heads, T, d, real)
     assert triton_errors(phase_triton(real), inputs, strided=T % 2 == 1, twice=T == 33) < 1e-5
 
 
