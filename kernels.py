@@ -96,6 +96,14 @@ def _pick(backend, known, *tensors):
     return "torch" if backend == "triton" else backend
 
 
+def _autocast(*tensors):
+    """Under autocast its dtype, which the tensor cores take; as for the inputs of scaled_dot_product_attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+
+
 # Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is changing, and
 # with it bits; without a bound of its own the assembler spills a few registers to fit one more program on a multiprocessor.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": 255}
@@ -1218,6 +1226,304 @@ def _born_sum_vjp(ctx, grad, _):
 
 _born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
 
+# Triton, the quadratic form. The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of
+# i q with k, or of q with -i k. What a program holds is turned, what it walks over is not. A program of the forward, or of the
+# pass for q, holds a tile of queries and walks over the keys that they see; one of the pass for k and v holds keys and walks
+# over the queries that see them. So nothing is added by two programs. Instead of |q| = 1, the rows of q are scaled by a power
+# of two, exact in bfloat16 too, to Q with 1 <= |Q|^2 <= 8N. That factor cancels but beside the floor:
+#     o_i = sum_{j<=i} W_ij v_j / d_i,   W_ij = |<Q_i|k_j>|^2,   d_i = sum_{j<=i} W_ij + |Q_i|^2 floor_i
+# With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what dL/dQ_i
+# has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16, whose exponents
+# hold a square, and summed in float32.
+
+# Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries likewise.
+# For bfloat16 and N up to 16; less for more.
+BORN_TILE = 64, 64, 32
+
+if triton is not None:
+    INTERPRETED = tl.constexpr(
+        os.environ.get("TRITON_INTERPRET") == "1"
+    )  # there bfloat16 numbers are multiplied as bits
+
+    @triton.jit
+    def _head(ptr, g, H, batch_stride, head_stride):
+        """Where head g of the B H begins."""
+        return ptr + (g // H).to(tl.int64) * batch_stride + (g % H).to(tl.int64) * head_stride
+
+    @triton.jit
+    def _tile(ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        """Pointers to ROWS rows of COLUMNS numbers from row `first` on, and which of them there are."""
+        rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+        return ptr + tl.cast(first, tl.int64) * stride + (rows * stride + columns), (first + rows < T) & (
+            columns < COLUMNS
+        )
+
+    @triton.jit
+    def _operand(x, ptr):
+        """x in the type in which to multiply what lies at ptr."""
+        return x.to(tl.float32 if ptr.dtype.element_ty == tl.float32 else tl.bfloat16)
+
+    @triton.jit
+    def _load_tile(
+        ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+    ):
+        """WHOLE: every row is there, and no mask is needed unless columns are missing."""
+        pointers, mask = _tile(ptr, first, stride, T, COLUMNS, ROWS, WIDTH)
+        if WHOLE and COLUMNS == WIDTH:
+            x = tl.load(pointers)
+        else:
+            x = tl.load(pointers, mask=mask, other=0.0)
+        return _operand(x, ptr)
+
+    @triton.jit
+    def _store_tile(ptr, x, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        pointers, mask = _tile(ptr, first, stride, T, COLUMNS, ROWS, WIDTH)
+        tl.store(pointers, x, mask=mask)
+
+    @triton.jit
+    def _dot(x, y):
+        """x y, in the type of y, summed in float32."""
+        x = x.to(y.dtype)
+        if INTERPRETED:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        return tl.dot(x, y, input_precision="ieee")
+
+    @triton.jit
+    def _turned(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        """i x for rows of pairs."""
+        re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
+        return tl.reshape(tl.join(-im, re), (ROWS, WIDTH))
+
+    @triton.jit
+    def _born_query(q_ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        """Q, |Q|^2 (1 for Q = 0), and the power of two that made it."""
+        pointers, mask = _tile(q_ptr, first, stride, T, COLUMNS, ROWS, WIDTH)
+        q = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        exponent = tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23
+        power = ((254 - tl.minimum(tl.maximum(exponent, 1), 253)) << 23).to(tl.float32, bitcast=True)
+        q *= power[:, None]
+        square = tl.sum(q * q, 1)
+        return _operand(q, q_ptr), tl.where(square == 0.0, 1.0, square), power
+
+    @triton.jit
+    def _born_mass_kernel(k_ptr, mass_ptr, H, T, k_batch, k_head, k_row,
+                          COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        """sum_{j<=i} |k_j|^2 of one head."""
+        g = tl.program_id(0)
+        k_ptr = _head(k_ptr, g, H, k_batch, k_head)
+        before = 0.0
+        for first in range(0, T, ROWS):
+            pointers, mask = _tile(k_ptr, first, k_row, T, COLUMNS, ROWS, WIDTH)
+            k = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+            square = tl.sum(k * k, 1)
+            t = first + tl.arange(0, ROWS)
+            tl.store(mass_ptr + g.to(tl.int64) * T + t, before + tl.cumsum(square, 0), mask=t < T)
+            before += tl.sum(square, 0)
+
+    @triton.jit
+    def _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
+                           QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+        k = tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE))
+        re, im = _dot(q, k), _dot(turned, k)
+        w = re * re + im * im
+        if not WHOLE:
+            i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
+            w = tl.where(j <= i, w, 0.0)
+        v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
+        return numerator + _dot(w, v), weights + w
+
+    @triton.jit
+    def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch, k_head,
+                             k_row, v_batch, v_head, v_row, floor, tiny, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
+                             KEYS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        g = tl.program_id(0) % G
+        start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES  # the longest first
+        q, square, _ = _born_query(_head(q_ptr, g, H, q_batch, q_head), start, q_row, T, COLUMNS, QUERIES, WIDTH)
+        turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
+        k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
+        numerator, weights = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, KEYS), tl.float32)
+        whole = start // KEYS * KEYS  # every query sees every key before
+        for first in range(0, whole, KEYS):
+            numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
+        for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
+            numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
+        i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
+        mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
+        d = tl.sum(weights, 1) + square * (floor * mass + tiny)
+        tl.store(d_ptr + row + tl.arange(0, QUERIES), d, mask=i < T)
+        _store_tile(
+            o_ptr + g.to(tl.int64) * T * COLUMNS, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH
+        )
+
+    @triton.jit
+    def _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
+                         QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+        k = _load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
+        re, im = _dot(q, tl.trans(k)), _dot(turned, tl.trans(k))
+        v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
+        dw = _dot(grad, tl.trans(v)) - shift[:, None]
+        if not WHOLE:
+            i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
+            dw = tl.where(j <= i, dw, 0.0)
+        return dq_re + _dot(re * dw, k), dq_im + _dot(im * dw, k)
+
+    @triton.jit
+    def _born_query_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, G, H, T,
+                           q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row,
+                           floor, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+                           WIDTH: tl.constexpr):  # fmt: skip
+        """dL/dq; and for the pass for k and v, row by row: Q, G, G . o and the gradient of the floor, padded with zeros to whole
+        tiles."""
+        blocks = tl.cdiv(T, QUERIES)
+        g = tl.program_id(0) % G
+        start = (blocks - 1 - tl.program_id(0) // G) * QUERIES
+        q, square, power = _born_query(_head(q_ptr, g, H, q_batch, q_head), start, q_row, T, COLUMNS, QUERIES, WIDTH)
+        i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
+        d = tl.load(d_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
+        pointers, mask = _tile(
+            _head(grad_ptr, g, H, grad_batch, grad_head), start, grad_row, T, COLUMNS, QUERIES, WIDTH
+        )
+        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / d[:, None]
+        grad = _operand(grad, G_ptr)
+        pointers, mask = _tile(o_ptr + g.to(tl.int64) * T * COLUMNS, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
+        shift = tl.sum(grad.to(tl.float32) * tl.load(pointers, mask=mask, other=0.0), 1)
+
+        padded = g.to(tl.int64) * blocks * QUERIES + start
+        tl.store(shift_ptr + padded + tl.arange(0, QUERIES), shift)
+        tl.store(floor_ptr + padded + tl.arange(0, QUERIES), -floor * square * shift)
+        _store_tile(Q_ptr, q, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
+        _store_tile(G_ptr, grad, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
+
+        turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
+        k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
+        dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
+        whole = start // KEYS * KEYS
+        for first in range(0, whole, KEYS):
+            dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                            COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
+        for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
+            dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
+                                            COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
+        dq = 2.0 * (dq_re - _turned(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
+        q = q.to(tl.float32)
+        dq = (dq - q * (tl.sum(q * dq, 1) / square)[:, None]) * power[:, None]  # |q| has no effect
+        _store_tile(dq_ptr + g.to(tl.int64) * T * COLUMNS, dq, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
+
+    @triton.jit
+    def _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+                       QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+        q = _load_tile(Q_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
+        re, im = _dot(k, tl.trans(q)), _dot(turned, tl.trans(q))
+        w = re * re + im * im
+        grad = _load_tile(G_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
+        dw = _dot(v, tl.trans(grad)) - tl.load(shift_ptr + first + tl.arange(0, QUERIES))[None, :]
+        if not WHOLE:
+            seen = start + tl.arange(0, KEYS)[:, None] <= first + tl.arange(0, QUERIES)[None, :]
+            w, dw = tl.where(seen, w, 0.0), tl.where(seen, dw, 0.0)
+        return dk_re + _dot(re * dw, q), dk_im + _dot(im * dw, q), dv + _dot(w, grad)
+
+    @triton.jit
+    def _born_key_kernel(k_ptr, v_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, dk_ptr, dv_ptr, G, H, T, k_batch, k_head, k_row,
+                         v_batch, v_head, v_row, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+                         WIDTH: tl.constexpr):  # fmt: skip
+        """dL/dk and dL/dv of KEYS keys; the queries come in tiles of QUERIES, which divides KEYS."""
+        g, start = tl.program_id(0) % G, tl.program_id(0) // G * KEYS  # the longest first
+        padded = tl.cdiv(T, KEYS) * KEYS
+        row = g.to(tl.int64) * padded
+        Q_ptr, G_ptr, shift_ptr, floor_ptr = Q_ptr + row * WIDTH, G_ptr + row * WIDTH, shift_ptr + row, floor_ptr + row
+        here = tl.arange(0, KEYS)
+        from_floor = tl.where(here[:, None] >= here[None, :], tl.load(floor_ptr + start + here)[:, None], 0.0)
+        dfloor, later = tl.sum(from_floor, 0), tl.zeros((QUERIES,), tl.float32)  # sum_{i>=j} dL/dfloor_i, in two parts
+
+        k = _load_tile(_head(k_ptr, g, H, k_batch, k_head), start, k_row, T, COLUMNS, KEYS, WIDTH, False)
+        v = _load_tile(_head(v_ptr, g, H, v_batch, v_head), start, v_row, T, COLUMNS, KEYS, WIDTH, False)
+        turned = _operand(-_turned(k, KEYS, WIDTH), k_ptr)
+        dk_re, dk_im = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
+        dv = tl.zeros((KEYS, WIDTH), tl.float32)
+        for first in range(start, start + KEYS, QUERIES):
+            dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+                                              QUERIES, KEYS, WIDTH, False)  # fmt: skip
+        for first in range(start + KEYS, padded, QUERIES):
+            dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+                                              QUERIES, KEYS, WIDTH, True)  # fmt: skip
+            later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
+        dfloor += tl.sum(later, 0)
+        dk = 2.0 * (dk_re + _turned(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
+        _store_tile(dk_ptr + g.to(tl.int64) * T * COLUMNS, dk, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
+        _store_tile(dv_ptr + g.to(tl.int64) * T * COLUMNS, dv, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
+
+
+def _rows_of_pairs(x):
+    """x (B, H, T, N, 2), in place wherever the pairs of a row follow one another, and its strides."""
+    x = x if x.stride(4) == 1 and (x.stride(3) == 2 or x.shape[3] == 1) else x.contiguous()
+    return x, x.stride()[:3]
+
+
+def _born_sizes(x):
+    """B H, H and T; programs; and the sizes of tiles where queries are held, then where keys are."""
+    B, H, T, N, _ = x.shape
+    width = max(16, 1 << (2 * N - 1).bit_length())
+    shrink = (2 if x.dtype == torch.float32 else 1) * max(1, width // 32)  # so that all stays in registers
+    rows, keys, queries = (max(16, x // shrink) for x in BORN_TILE)
+    pairs = {"COLUMNS": 2 * N, "WIDTH": width}
+    held = pairs | {"QUERIES": rows, "KEYS": keys}, pairs | {"QUERIES": queries, "KEYS": rows}
+    return (B * H, H, T), B * H * -(-T // rows), *held
+
+
+@custom_op("nanohilbert::triton_born", mutates_args=())
+def _triton_born(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """o and, for the backward, d."""
+    (G, H, T), programs, sizes, _ = _born_sizes(q)
+    (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (q, k, v))
+    o, d = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+    mass = torch.empty_like(d)
+    _launch(_born_mass_kernel, G, k, mass, H, T, *k_strides,
+            COLUMNS=sizes["COLUMNS"], ROWS=sizes["KEYS"], WIDTH=sizes["WIDTH"])  # fmt: skip
+    _launch(_born_forward_kernel, programs, q, k, v, mass, o, d, G, H, T,
+            *q_strides, *k_strides, *v_strides, BORN_FLOOR, TINY, **sizes)  # fmt: skip
+    return o, d
+
+
+@custom_op("nanohilbert::triton_born_backward", mutates_args=())
+def _triton_born_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, d: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    (G, H, T), programs, query_sizes, key_sizes = _born_sizes(q)
+    (grad, grad_strides), (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (grad, q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    rows = d.new_empty(2, programs * query_sizes["QUERIES"])  # G . o, and the gradient of the floor
+    dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+    pairs = rows.new_empty(2, rows.shape[1], query_sizes["WIDTH"], dtype=dtype)  # Q and G
+    _launch(_born_query_kernel, programs, q, k, v, grad, o, d, dq, *pairs, *rows, G, H, T,
+            *q_strides, *k_strides, *v_strides, *grad_strides, BORN_FLOOR, **query_sizes)  # fmt: skip
+    _launch(_born_key_kernel, programs, k, v, *pairs, *rows, dk, dv, G, H, T,
+            *k_strides, *v_strides, **key_sizes)  # fmt: skip
+    return dq, dk, dv
+
+
+@_triton_born.register_fake
+def _(q, k, v):
+    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_triton_born_backward.register_fake
+def _(grad, q, k, v, o, d):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _triton_born_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for d, which nobody differentiates
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _triton_born_vjp(ctx, grad, _):
+    return (None, None, None) if grad is None else _triton_born_backward(grad, *ctx.saved_tensors)
+
+
+_triton_born.register_autograd(_triton_born_vjp, setup_context=_triton_born_setup)
+
 
 def born_fold(state):
     """Folds the whole chunks among a state's newest tokens into S. Afterwards fewer than 64 tokens are left."""
@@ -1274,7 +1580,8 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
-        backend: None picks; "torch" or "reference" (complex128, no state) forces one.
+        backend: None, "torch", "triton" or "reference" (complex128, no state), as above. Triton has the quadratic form of
+            a sequence from its beginning, which "auto" takes at any T; with a state, or "linear", the torch path runs.
 
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
@@ -1286,12 +1593,16 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend.
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
-    _expect_one_of("backend", backend, None, "torch", "reference")
+    backend = _pick(backend, ("torch", "triton", "reference"), q)
     _check_born(q, k, v, state)
     if backend == "reference":
         if state is not None:
             raise ValueError("backend='reference' takes no state; give it the whole sequence")
         return born_attention_reference(q, k, v), (None, k, v)
+    if backend == "triton" and state is None and method != "linear":
+        q, k, v = _autocast(q, k, v)
+        o = _triton_born(q, k, v)[0]
+        return o, _born_state(o, None, k.float(), v.float())
     (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
     q, k, v = _unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype)
     if state is not None:
@@ -1305,11 +1616,14 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     s = s.unflatten(0, (B, H))
     mass = mass + flat_k.square().sum(-1, keepdim=True).cumsum(2)[:, :, -T:]  # (B, H, T, 1): sum_{j<=i} |k_j|^2
     o = s[..., :-1] / (s[..., -1:] + BORN_FLOOR * mass + TINY)
-    state = (S, k, v)
-    if not o.requires_grad:
-        S, k, v = born_fold(state)
-        state = S, k.clone(), v.clone()  # not views, which would keep the whole sequence
-    return torch.stack(o.chunk(2, -1), -1), state
+    return torch.stack(o.chunk(2, -1), -1), _born_state(o, S, k, v)
+
+
+def _born_state(o, S, k, v):
+    if o.requires_grad:
+        return S, k, v
+    S, k, v = born_fold((S, k, v))
+    return S, k.clone(), v.clone()  # not views, which would keep the whole sequence
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1474,6 +1788,343 @@ def _phase_memory_vjp(ctx, grad, grad_M, _):
 
 _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_setup)
 
+# Triton, with the real and imaginary parts apart. `_phase_state_kernel` walks over the chunks for a block of M and writes what
+# stands before each, or from the end N, what stands after each. All else has a program for each chunk, and forms E and the scores
+# again: `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
+# sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
+# bfloat16; E, the sums and the states are float32.
+
+PHASE_TILE = 64, 64, 32  # tokens of a chunk, coordinates of a block, and of a block of M; in float32 16, 32, 16
+
+if triton is not None:
+
+    @triton.jit
+    def _phase_load(ptr, first, stride, T, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                    REAL: tl.constexpr):  # fmt: skip
+        """Real and imaginary part of a tile, twice the real one if REAL, in the type to multiply in."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        rows, columns = tl.arange(0, ROWS)[:, None], EACH * column + tl.arange(0, EACH * WIDTH)[None, :]
+        mask = (first + rows < T) & (columns < EACH * COLUMNS)
+        x = tl.load(ptr + first.to(tl.int64) * stride + (rows * stride + columns), mask=mask, other=0.0)
+        x = _operand(x, ptr)
+        if REAL:
+            re, im = x, x
+        else:
+            re, im = tl.split(tl.reshape(x, (ROWS, WIDTH, 2)))
+        return re, im
+
+    @triton.jit
+    def _phase_store(ptr, re, im, first, stride, T, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                     REAL: tl.constexpr):  # fmt: skip
+        EACH: tl.constexpr = 1 if REAL else 2
+        x = re if REAL else tl.reshape(tl.join(re, im), (ROWS, 2 * WIDTH))
+        rows, columns = tl.arange(0, ROWS)[:, None], EACH * column + tl.arange(0, EACH * WIDTH)[None, :]
+        mask = (first + rows < T) & (columns < EACH * COLUMNS)
+        tl.store(ptr + first.to(tl.int64) * stride + (rows * stride + columns), x, mask=mask)
+
+    @triton.jit
+    def _phase_state_at(row, column, COLUMNS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):
+        """Key and value of each entry of a block of M, and which there are."""
+        keys, values = row + tl.arange(0, KEYS)[:, None], column + tl.arange(0, VALUES)[None, :]
+        return keys, values, (keys < COLUMNS) & (values < COLUMNS)
+
+    @triton.jit
+    def _phase_load_state(ptr, place, row, column, COLUMNS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+                          REAL: tl.constexpr):  # fmt: skip
+        """A block of the stored state number `place`, which is a plane of real parts, then one of imaginary parts."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        keys, values, mask = _phase_state_at(row, column, COLUMNS, KEYS, VALUES)
+        pointers = ptr + place * EACH * COLUMNS * COLUMNS + (keys * COLUMNS + values)
+        re = tl.load(pointers, mask=mask, other=0.0)
+        im = re if REAL else tl.load(pointers + COLUMNS * COLUMNS, mask=mask, other=0.0)
+        return re, im
+
+    @triton.jit
+    def _minus(x):
+        return (-x.to(tl.float32)).to(x.dtype)
+
+    @triton.jit
+    def _product(
+        out_re, out_im, x_re, x_im, y_re, y_im, CONJ_X: tl.constexpr, CONJ_Y: tl.constexpr, REAL: tl.constexpr
+    ):
+        """out + x y, with conj(x) or conj(y) if told: one real product, or four."""
+        out_re += _dot(x_re, y_re)
+        if REAL:
+            out_im = out_re
+        else:
+            if CONJ_X == CONJ_Y:
+                out_re += _dot(x_im, _minus(y_im))
+            else:
+                out_re += _dot(x_im, y_im)
+            out_im += _dot(x_re, _minus(y_im) if CONJ_Y else y_im)
+            out_im += _dot(x_im, _minus(y_re) if CONJ_X else y_re)
+        return out_re, out_im
+
+    @triton.jit
+    def _phase_gates(gate_ptr, first, stride, T, ROWS: tl.constexpr):
+        """log gamma of a chunk, 0 beyond the end."""
+        t = first + tl.arange(0, ROWS)
+        return tl.load(gate_ptr + t.to(tl.int64) * stride, mask=t < T, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _phase_decays(gates, ROWS: tl.constexpr, TURNED: tl.constexpr):
+        """E_ti for the tokens of a chunk, at [t, i], or [i, t] if TURNED. Sums of the gates between, as in `_decays`."""
+        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+        if TURNED:
+            between = tl.cumsum(tl.where(row < column, gates[None, :], 0.0), 1)
+            seen = row <= column
+        else:
+            between = tl.cumsum(tl.where(column < row, gates[:, None], 0.0), 0)
+            seen = column <= row
+        return tl.exp(tl.where(seen, between, -float("inf")))
+
+    @triton.jit
+    def _phase_head(gates):
+        """E_t0"""
+        return tl.exp(tl.cumsum(gates, 0))
+
+    @triton.jit
+    def _phase_tail(gates, ROWS: tl.constexpr):
+        """E_ci"""
+        j, i = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+        return tl.exp(tl.sum(tl.where(i < j, gates[:, None], 0.0), 0))
+
+    @triton.jit
+    def _scaled(x, factor):
+        """The rows of x times factor, in the type of x."""
+        return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
+
+    @triton.jit
+    def _phase_state_kernel(k_ptr, v_ptr, gate_ptr, S_ptr, states_ptr, last_ptr, G, H, T, k_batch, k_head, k_row, v_batch,
+                            v_head, v_row, gate_batch, gate_head, gate_row, REVERSE: tl.constexpr, REAL: tl.constexpr,
+                            COLUMNS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+        """M before each chunk and after the last, from the keys and values, M' = (E_c K)^H V + E_c0 M. With REVERSE dL/dM after
+        each chunk and before the first, from the queries and dL/dY: N = (E_0 Q)^H G + E_c0 N'."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+        g, block = tl.program_id(0) % G, tl.program_id(0) // G
+        row, column = block // BLOCKS * WIDTH, block % BLOCKS * WIDTH
+        k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
+        gate_ptr = _head(gate_ptr, g, H, gate_batch, gate_head)
+        keys, values, mask = _phase_state_at(row, column, COLUMNS, WIDTH, WIDTH)
+        outside = g.to(tl.int64) * COLUMNS * COLUMNS + (values * COLUMNS + keys)  # S is indexed [value, key]
+        M_re = tl.load(S_ptr + EACH * outside, mask=mask, other=0.0)
+        M_im = M_re if REAL else tl.load(S_ptr + EACH * outside + 1, mask=mask, other=0.0)
+        chunks = tl.cdiv(T, CHUNK)
+        for n in range(chunks):
+            chunk = chunks - 1 - n if REVERSE else n
+            pointers = (
+                states_ptr + (g.to(tl.int64) * chunks + chunk) * EACH * COLUMNS * COLUMNS + (keys * COLUMNS + values)
+            )
+            tl.store(pointers, M_re, mask=mask)
+            if not REAL:
+                tl.store(pointers + COLUMNS * COLUMNS, M_im, mask=mask)
+            gates = _phase_gates(gate_ptr, chunk * CHUNK, gate_row, T, CHUNK)
+            decay = _phase_head(gates) if REVERSE else _phase_tail(gates, CHUNK)
+            k_re, k_im = _phase_load(k_ptr, chunk * CHUNK, k_row, T, row, COLUMNS, CHUNK, WIDTH, REAL)
+            v_re, v_im = _phase_load(v_ptr, chunk * CHUNK, v_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+            k_re, k_im = tl.trans(_scaled(k_re, decay)), tl.trans(_scaled(k_im, decay))
+            whole = tl.exp(tl.sum(gates, 0))
+            M_re, M_im = _product(whole * M_re, whole * M_im, k_re, k_im, v_re, v_im, True, False, REAL)
+        tl.store(last_ptr + EACH * outside, M_re, mask=mask)
+        if not REAL:
+            tl.store(last_ptr + EACH * outside + 1, M_im, mask=mask)
+
+    @triton.jit
+    def _phase_scores(x_ptr, y_ptr, first, T, x_row, y_row, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+                      REAL: tl.constexpr):  # fmt: skip
+        """X Y^H for a chunk."""
+        P_re, P_im = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+        for block in range((COLUMNS + WIDTH - 1) // WIDTH):
+            x_re, x_im = _phase_load(x_ptr, first, x_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            y_re, y_im = _phase_load(y_ptr, first, y_row, T, block * WIDTH, COLUMNS, CHUNK, WIDTH, REAL)
+            P_re, P_im = _product(P_re, P_im, x_re, x_im, tl.trans(y_re), tl.trans(y_im), False, True, REAL)
+        return P_re, P_im
+
+    @triton.jit
+    def _phase_value_kernel(x_ptr, y_ptr, z_ptr, gate_ptr, states_ptr, with_ptr, out_ptr, along_ptr, G, H, T, x_batch, x_head,
+                            x_row, y_batch, y_head, y_row, z_batch, z_head, z_row, with_batch, with_head, with_row, gate_batch,
+                            gate_head, gate_row, LATER: tl.constexpr, FLIP: tl.constexpr, REAL: tl.constexpr,
+                            COLUMNS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
+                            DEPTH: tl.constexpr):  # fmt: skip
+        """(X Y^H * E)^H Z + E_c Y M for a chunk and a block of coordinates. With LATER the rows of Y come after those of X: E^T for
+        E and E_0 for E_c. With FLIP, M^H for M. If there is one to go with, also the real product of each of its rows with that
+        of the second part."""
+        EACH: tl.constexpr = 1 if REAL else 2
+        BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+        g, chunk, block = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS
+        first, column, place = chunk * CHUNK, block * WIDTH, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
+        x_ptr, y_ptr = _head(x_ptr, g, H, x_batch, x_head), _head(y_ptr, g, H, y_batch, y_head)
+        gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
+        out_re, out_im = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
+        for k in range((COLUMNS + DEPTH - 1) // DEPTH):
+            y_re, y_im = _phase_load(y_ptr, first, y_row, T, k * DEPTH, COLUMNS, CHUNK, DEPTH, REAL)
+            if FLIP:
+                M_re, M_im = _phase_load_state(states_ptr, place, column, k * DEPTH, COLUMNS, WIDTH, DEPTH, REAL)
+                M_re, M_im = tl.trans(M_re), tl.trans(M_im)
+            else:
+                M_re, M_im = _phase_load_state(states_ptr, place, k * DEPTH, column, COLUMNS, DEPTH, WIDTH, REAL)
+            out_re, out_im = _product(out_re, out_im, y_re, y_im, M_re, M_im, False, FLIP, REAL)
+        decay = _phase_head(gates) if LATER else _phase_tail(gates, CHUNK)
+        out_re, out_im = out_re * decay[:, None], out_im * decay[:, None]
+        if with_ptr is not None:
+            with_ptr = _head(with_ptr, g, H, with_batch, with_head)
+            re, im = _phase_load(with_ptr, first, with_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+            along = re.to(tl.float32) * out_re
+            if not REAL:
+                along += im.to(tl.float32) * out_im
+            t = first + tl.arange(0, CHUNK)
+            tl.store(along_ptr + (block * G + g).to(tl.int64) * T + t, tl.sum(along, 1), mask=t < T)
+        P_re, P_im = _phase_scores(x_ptr, y_ptr, first, T, x_row, y_row, COLUMNS, CHUNK, DEPTH, REAL)
+        E = _phase_decays(gates, CHUNK, LATER)
+        P_re, P_im = tl.trans(_operand(P_re * E, z_ptr)), tl.trans(_operand(P_im * E, z_ptr))
+        z_ptr = _head(z_ptr, g, H, z_batch, z_head)
+        z_re, z_im = _phase_load(z_ptr, first, z_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+        out_re, out_im = _product(out_re, out_im, P_re, P_im, z_re, z_im, True, False, REAL)
+        out_ptr += g.to(tl.int64) * T * EACH * COLUMNS
+        _phase_store(out_ptr, out_re, out_im, first, EACH * COLUMNS, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+
+    @triton.jit
+    def _phase_gate_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, gate_ptr, M_ptr, N_ptr, from_ptr, to_ptr, dgate_ptr, G, H, T,
+                           q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row,
+                           gate_batch, gate_head, gate_row, REAL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+                           WIDTH: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+        """dL/dlog gamma of a chunk."""
+        g, chunk = tl.program_id(0) % G, tl.program_id(0) // G
+        first, place = chunk * CHUNK, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
+        gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
+        P_re, P_im = _phase_scores(_head(q_ptr, g, H, q_batch, q_head), _head(k_ptr, g, H, k_batch, k_head), first, T,
+                                   q_row, k_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
+        dP_re, dP_im = _phase_scores(_head(grad_ptr, g, H, grad_batch, grad_head), _head(v_ptr, g, H, v_batch, v_head), first, T,
+                                     grad_row, v_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
+        through = P_re * dP_re
+        if not REAL:
+            through += P_im * dP_im
+        through *= _phase_decays(
+            gates, CHUNK, False
+        )  # E dL/dE between tokens; below from the state, to it, and past all
+        t, j = first + tl.arange(0, CHUNK), tl.arange(0, CHUNK)
+        from_state, to_state, past = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), 0.0
+        for block in range((COLUMNS + WIDTH - 1) // WIDTH):
+            at = (block * G + g).to(tl.int64) * T + t
+            from_state += tl.load(from_ptr + at, mask=t < T, other=0.0)
+            to_state += tl.load(to_ptr + at, mask=t < T, other=0.0)
+        for row in range(0, COLUMNS, DEPTH):
+            for column in range(0, COLUMNS, DEPTH):
+                M_re, M_im = _phase_load_state(M_ptr, place, row, column, COLUMNS, DEPTH, DEPTH, REAL)
+                N_re, N_im = _phase_load_state(N_ptr, place, row, column, COLUMNS, DEPTH, DEPTH, REAL)
+                past += tl.sum(M_re.to(tl.float32) * N_re.to(tl.float32))
+                if not REAL:
+                    past += tl.sum(M_im.to(tl.float32) * N_im.to(tl.float32))
+        past *= tl.exp(tl.sum(gates, 0))
+        # Column j is about the gate after token j: it stands between i <= j and t > j.
+        through = tl.cumsum(through, 1) + from_state[:, None]
+        dgates = past + tl.sum(tl.where(j[:, None] > j[None, :], through, to_state[:, None]), 0)
+        dgate_ptr += g.to(tl.int64) * T
+        tl.store(dgate_ptr + t + 1, dgates, mask=(j < CHUNK - 1) & (t + 1 < T))
+        tl.store(dgate_ptr + first, past + tl.sum(from_state, 0))
+
+
+def _rows_in_place(x, real):
+    """x (B, H, T, d) or (B, H, T, d, 2), in place wherever a row lies in one piece, and its strides."""
+    if not real:
+        return _rows_of_pairs(x)
+    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    return x, x.stride()[:3]
+
+
+def _phase_sizes(q, real):
+    """B H, H and T; chunks; constants of the kernels."""
+    B, H, T, d = q.shape[:4]
+    shrink = (4, 2, 2) if q.dtype == torch.float32 else (1, 1, 1)
+    chunk, width, depth = (max(16, x // by) for x, by in zip(PHASE_TILE, shrink))
+    width, depth = (min(x, max(16, 1 << (d - 1).bit_length())) for x in (width, depth))
+    return (B * H, H, T), -(-T // chunk), {"REAL": real, "COLUMNS": d, "CHUNK": chunk, "WIDTH": width, "DEPTH": depth}
+
+
+def _phase_states(k, v, log_gamma, S, reverse, real):
+    """The state before each chunk and after the last; in reverse, after each chunk and before the first."""
+    numbers, _, sizes = _phase_sizes(k, real)
+    (k, k_strides), (v, v_strides) = _rows_in_place(k, real), _rows_in_place(v, real)
+    states, last = _phase_states_like(k, real), torch.empty_like(S)
+    sizes["WIDTH"] = sizes.pop("DEPTH")
+    _launch(_phase_state_kernel, numbers[0] * (-(-sizes["COLUMNS"] // sizes["WIDTH"])) ** 2, k, v, log_gamma, S, states, last,
+            *numbers, *k_strides, *v_strides, *log_gamma.stride(), REVERSE=reverse, **sizes)  # fmt: skip
+    return states, last
+
+
+def _phase_states_like(k, real):
+    """Room for a state a chunk, in the type to multiply in; what is carried from chunk to chunk is float32."""
+    (G, *_), chunks, sizes = _phase_sizes(k, real)
+    dtype = torch.float32 if k.dtype == torch.float32 else torch.bfloat16
+    return k.new_empty(G, chunks, 1 if real else 2, sizes["COLUMNS"], sizes["COLUMNS"], dtype=dtype)
+
+
+def _phase_values(x, y, z, log_gamma, states, later, flip, go_with, real, dtype):
+    numbers, chunks, sizes = _phase_sizes(x, real)
+    blocks = -(-sizes["COLUMNS"] // sizes["WIDTH"])
+    tensors, strides = zip(*(_rows_in_place(a, real) for a in (x, y, z)))
+    out, along, with_strides = z.new_empty(z.shape, dtype=dtype), None, (0, 0, 0)
+    if go_with is not None:
+        along = states.new_empty(blocks, *log_gamma.shape, dtype=torch.float32)
+        go_with, with_strides = _rows_in_place(go_with, real)
+    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, *tensors, log_gamma, states, go_with, out, along, *numbers,
+            *sum(strides, ()), *with_strides, *log_gamma.stride(), LATER=later, FLIP=flip, **sizes)  # fmt: skip
+    return out, along
+
+
+@custom_op("nanohilbert::triton_phase", mutates_args=())
+def _triton_phase(
+    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, S: Tensor, real: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last state, and M before each chunk; q, k, v of one dtype, S float32 and contiguous."""
+    states, last = _phase_states(k, v, log_gamma, S, False, real)
+    y, _ = _phase_values(k, q, v, log_gamma, states, True, False, None, real, torch.float32)
+    return y, last, states
+
+
+@custom_op("nanohilbert::triton_phase_backward", mutates_args=())
+def _triton_phase_backward(
+    grad: Tensor, grad_S: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, states: Tensor, real: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad = grad.to(torch.float32 if q.dtype == torch.float32 else torch.bfloat16)  # as it is multiplied
+    ends, dS = _phase_states(q, grad, log_gamma, grad_S.contiguous(), True, real)  # N
+    dv, _ = _phase_values(q, k, grad, log_gamma, ends, False, False, None, real, v.dtype)
+    dq, from_state = _phase_values(v, grad, k, log_gamma, states, True, True, q, real, q.dtype)
+    dk, to_state = _phase_values(grad, v, q, log_gamma, ends, False, True, k, real, k.dtype)
+    dlog_gamma = log_gamma.new_empty(log_gamma.shape)
+    numbers, chunks, sizes = _phase_sizes(q, real)
+    tensors, strides = zip(*(_rows_in_place(x, real) for x in (q, k, v, grad)))
+    _launch(_phase_gate_kernel, numbers[0] * chunks, *tensors, log_gamma, states, ends, from_state, to_state, dlog_gamma,
+            *numbers, *sum(strides, ()), *log_gamma.stride(), **sizes)  # fmt: skip
+    return dq, dk, dv, dlog_gamma, dS
+
+
+@_triton_phase.register_fake
+def _(q, k, v, log_gamma, S, real):
+    return S.new_empty(v.shape), S.new_empty(S.shape), _phase_states_like(k, real)
+
+
+@_triton_phase_backward.register_fake
+def _(grad, grad_S, q, k, v, log_gamma, states, real):
+    return *(x.new_empty(x.shape) for x in (q, k, v, log_gamma)), grad_S.new_empty(grad_S.shape)
+
+
+def _triton_phase_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
+    ctx.real = inputs[5]
+    ctx.save_for_backward(*inputs[:5], output[2])
+
+
+def _triton_phase_vjp(ctx, grad, grad_S, _):
+    q, k, v, log_gamma, S, states = ctx.saved_tensors
+    grad = S.new_zeros(v.shape) if grad is None else grad
+    grad_S = torch.zeros_like(S) if grad_S is None else grad_S
+    return *_triton_phase_backward(grad, grad_S, q, k, v, log_gamma, states, ctx.real), None
+
+
+_triton_phase.register_autograd(_triton_phase_vjp, setup_context=_triton_phase_setup)
+
 
 def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
     """The O(T^2) form in which the paper trains: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
@@ -1528,8 +2179,8 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
         state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
         real: a real memory, PAM's ablation SAM: k^* is k.
-        backend: None picks; "torch" (chunks, O(T)), "dual" (the paper's O(T^2) form, no state out), "step" (one token)
-            or "reference" (complex128 loop) forces one.
+        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the paper's
+            O(T^2) form, no state out); "step" (one token; what None takes at T = 1).
     Any float dtypes and strides. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
 
     Returns:
@@ -1537,17 +2188,26 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
     Raises:
         ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step".
     """
-    _expect_one_of("backend", backend, None, "torch", "dual", "step", "reference")
+    tensors = [x for x in (q, k, v, log_gamma, state) if x is not None]
+    if backend is None and q.shape[2:3] == (1,) and not os.environ.get("NANOHILBERT_BACKEND"):
+        backend = "step"
+    backend = _pick(backend, ("torch", "triton", "dual", "step", "reference"), *tensors)
     _check_phase(q, k, v, log_gamma, state, real)
     if backend == "reference":
         return phase_memory_reference(q, k, v, log_gamma, state, real)
     (B, H, T, d), pair = q.shape[:4], () if real else (2,)
-    dtype = _compute_dtype(q, k, v, log_gamma, *(() if state is None else (state,)))
+    dtype = _compute_dtype(*tensors)
+    if backend == "triton":
+        if not q.dtype == k.dtype == v.dtype:
+            q, k, v = q.float(), k.float(), v.float()
+        q, k, v = _autocast(q, k, v)
+        S = q.new_zeros(B, H, d, d, *pair, dtype=dtype) if state is None else state.float().contiguous()
+        return _triton_phase(q, k, v, log_gamma, S, real)[:2]
     q, k, v, log_gamma = (x.to(dtype) for x in (q, k, v, log_gamma))
     if backend == "dual":
         return phase_memory_dual(q, k, v, log_gamma, state, real), None
     S = q.new_zeros(B, H, d, d, *pair) if state is None else state.to(dtype)
-    if backend == "step" or (backend is None and T == 1):
+    if backend == "step":
         if T > 1:
             raise ValueError(f"backend='step' takes one token, not {T}")
         y, S = phase_memory_step(*(x.squeeze(2) for x in (q, k, v, log_gamma)), S, real)
@@ -1570,6 +2230,10 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
 # python kernels.py
 
 
+def _phase_real(*inputs, backend):
+    return phase_memory(*inputs, real=True, backend=backend)
+
+
 def check_cases():
     """One case per operation and form: (name, function that returns its outputs, inputs in float64)."""
     g = torch.Generator().manual_seed(0)
@@ -1579,9 +2243,6 @@ def check_cases():
 
     def born(method):
         return lambda *qkv, backend: born_attention(*qkv, method=method, backend=backend)[:1]
-
-    def phase_real(*inputs, backend):
-        return phase_memory(*inputs, real=True, backend=backend)
 
     B, T, C, E, N = 2, 257, 48, 40, 16
     decay, theta, b, h0 = -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
@@ -1608,7 +2269,7 @@ def check_cases():
         ("born_attention, quadratic", born("quadratic"), qkv),
         ("born_attention, linear", born("linear"), qkv),
         ("phase_memory", phase_memory, phase),
-        ("phase_memory, real", phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
+        ("phase_memory, real", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
     ]
 
 
@@ -1656,8 +2317,8 @@ def check_device():
     return right
 
 
-# For --compile: shapes of the paper's 253M models, one sequence; inputs that are float32 whatever the others are, as in the
-# models; and the constants that make up a tile.
+# For --compile: shapes of the paper's models, one sequence; inputs that are float32 whatever the others are, as in the
+# models; and the constants that make up a tile, where a kernel does one thing to every element of it.
 COMPILED = (
     ("complex_scan", complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2)), (), ("TIME", "CHANNELS")),
     (
@@ -1681,62 +2342,74 @@ COMPILED = (
         (1, 2),  # dt, A
         ("TIME", "CHANNELS", "WIDTH"),
     ),
+    ("born_attention, quadratic", born_attention, ((1, 16, 1024, 16, 2),) * 3, (), ()),
+    (
+        "phase_memory",
+        phase_memory,
+        (*((1, 6, 1024, 64, 2),) * 3, (1, 6, 1024), (1, 6, 64, 64, 2)),
+        (3, 4),  # log_gamma, the state
+        (),
+    ),
+    ("phase_memory, real", _phase_real, (*((1, 6, 1024, 64),) * 3, (1, 6, 1024), (1, 6, 64, 64)), (3, 4), ()),
 )
 
 
-def compiled(target, dtype):
-    """Compiles every Triton kernel for a target ("sm_90") without a GPU. Returns, for each: its case, its name, registers a
-    thread and bytes of stack, local and shared memory, the number of instructions of each kind by their SASS names, and
-    the elements of a tile for each of its threads."""
-    global _recorded
+def compile_launch(kernel, args, constants, target):
+    """What a recorded launch runs on a target ("sm_90"), compiled without a GPU: registers a thread, bytes of stack, local and
+    shared memory, and the SASS listing."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    tools, found = Path(triton.__file__).parent / "backends/nvidia/bin", []
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    signature, constexprs, aligned = {}, {}, {}
+    for i, (key, x) in enumerate((dict(zip(kernel.arg_names, args)) | constants).items()):
+        specialized = isinstance(x, int) and not kernel.params[i].do_not_specialize
+        if isinstance(x, Tensor):
+            signature[key] = "*" + types[x.dtype]
+        elif key in constants or x is None or (x == 1 and specialized):  # as at a launch, which makes a constant of 1
+            signature[key], constexprs[key] = "constexpr", x
+        else:
+            signature[key] = "fp32" if isinstance(x, float) else "i32"
+        if isinstance(x, Tensor) or (signature[key] == "i32" and x % 16 == 0 and specialized):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs, aligned)
+    target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    binary = triton.compile(source, target=target, options=OPTIONS)
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    resources = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
+    resources["SHARED"] = binary.metadata.shared  # asked for at launch
+    return resources, code
+
+
+def instructions(code):
+    """How many instructions of each kind, by their SASS names, a listing holds."""
+    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", code, re.MULTILINE))
+
+
+def compiled(target, dtype):
+    """Compiles every Triton kernel for a target without a GPU. Returns, for each, its case, its name, what compile_launch
+    returns, and the elements of a tile for each thread, or None."""
+    global _recorded
+    found = []
     for case, function, shapes, float32, tile in COMPILED:
         _recorded = []
         try:
             dtypes = [torch.float32 if i in float32 else dtype for i in range(len(shapes))]
             leaves = [torch.zeros(shape, dtype=d, requires_grad=True) for shape, d in zip(shapes, dtypes)]
             function(*leaves, backend="triton")[0].sum().backward()
-            launches = {
-                (kernel.__name__, *constants.values()): (kernel, args, constants)
-                for kernel, args, constants in _recorded
-            }
+            launches = {(k.__name__, *c.values(), len(a)): (k, a, c) for k, a, c in _recorded}
         finally:
             _recorded = None
         for kernel, args, constants in launches.values():
-            signature, constexprs, aligned = {}, {}, {}
-            for i, (key, x) in enumerate((dict(zip(kernel.arg_names, args)) | constants).items()):
-                if isinstance(x, Tensor):
-                    signature[key] = "*" + types[x.dtype]
-                elif key in constants or x is None or (x == 1 and not kernel.params[i].do_not_specialize):
-                    signature[key], constexprs[key] = "constexpr", x  # as at a launch, which makes a constant of 1
-                else:
-                    signature[key] = "fp32" if isinstance(x, float) else "i32"
-                if isinstance(x, Tensor) or (
-                    signature[key] == "i32" and x % 16 == 0 and not kernel.params[i].do_not_specialize
-                ):
-                    aligned[(i,)] = [["tt.divisibility", 16]]
-            binary = triton.compile(
-                ASTSource(kernel, signature, constexprs, aligned),
-                target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-                options=OPTIONS,
-            )
-            with NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(binary.asm["cubin"])
-                file.flush()
-                usage, code = (
-                    subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-                    for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
-                )
-            resources = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
-            resources["SHARED"] = binary.metadata.shared  # asked for at launch
-            pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)"
-            instructions = Counter(re.findall(pattern, code, re.MULTILINE))
-            elements = math.prod(constants[key] for key in tile) / (32 * OPTIONS["num_warps"])
-            found.append((case, kernel.__name__, resources, instructions, elements))
+            elements = math.prod(constants[key] for key in tile) / (32 * OPTIONS["num_warps"]) if tile else None
+            found.append((case, kernel.__name__, *compile_launch(kernel, args, constants, target), elements))
     return found
 
 
@@ -1746,28 +2419,21 @@ def report_compiled():
     print(
         "Instructions: all of the kernel, once through; an element: of a tile. So this is a little more than a tile costs.\n"
     )
-    columns = (
-        "operation",
-        "kernel",
-        "target",
-        "inputs",
-        "registers",
-        "stack, local (bytes)",
-        "shared (kB)",
-        "instructions",
-    )
-    print("|", " | ".join((*columns, "an element")), "|\n|" + "---|" * 9)
+    columns = "operation | kernel | target | inputs | registers | stack, local (bytes) | shared (kB) | instructions"
+    print("|", columns, "| on tensor cores | an element |\n|" + "---|" * 10)
     limits = {"sm_80": 163, "sm_90": 227}  # kB of shared memory a program may use
     jobs, right = [(target, dtype) for target in limits for dtype in (torch.float32, torch.bfloat16)], True
     quiet = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process; the workers end with it
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), *quiet) as pool:
         for (target, dtype), found in zip(jobs, pool.map(compiled, *zip(*jobs))):
-            for case, kernel, use, instructions, elements in found:
+            for case, kernel, use, code, elements in found:
                 right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * limits[target]
+                kinds = instructions(code)
+                total = sum(kinds.values())
                 cells = case, kernel.strip("_").removesuffix("_kernel"), target, str(dtype).removeprefix("torch.")
-                cells += use["REG"], f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}"
-                total = sum(instructions.values())
-                print("|", " | ".join(map(str, (*cells, total, f"{total / elements:.0f}"))), "|", flush=True)
+                cells += use["REG"], f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}", total
+                cells += kinds["HMMA"] + kinds["HGMMA"], f"{total / elements:.0f}" if elements else ""
+                print("|", " | ".join(map(str, cells)), "|", flush=True)
     return right
 
 
