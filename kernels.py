@@ -1794,7 +1794,11 @@ _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_s
 # sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
 # bfloat16; E, the sums and the states are float32.
 
-PHASE_TILE = 64, 64, 32  # tokens of a chunk, coordinates of a block, and of a block of M; in float32 16, 32, 16
+PHASE_TILE = (
+    64,
+    64,
+    32,
+)  # tokens of a chunk, coordinates of a block, and of a block of M; in float32 16 (real 32), 32, 16
 
 if triton is not None:
 
@@ -2036,7 +2040,7 @@ def _rows_in_place(x, real):
 def _phase_sizes(q, real):
     """B H, H and T; chunks; constants of the kernels."""
     B, H, T, d = q.shape[:4]
-    shrink = (4, 2, 2) if q.dtype == torch.float32 else (1, 1, 1)
+    shrink = (2 if real else 4, 2, 2) if q.dtype == torch.float32 else (1, 1, 1)
     chunk, width, depth = (max(16, x // by) for x, by in zip(PHASE_TILE, shrink))
     width, depth = (min(x, max(16, 1 << (d - 1).bit_length())) for x in (width, depth))
     return (B * H, H, T), -(-T // chunk), {"REAL": real, "COLUMNS": d, "CHUNK": chunk, "WIDTH": width, "DEPTH": depth}
