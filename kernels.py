@@ -5,6 +5,7 @@ and Algorithms 1-3; "Mamba" (Gu and Dao, arXiv 2312.00752), Algorithm 2 and sect
 Sequence Modeling in Complex Hilbert Space" (PAM), eqs. 5-7.
 
     complex_scan     h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t              used by H-Mamba
+                     through cayley_scan, which forms log_decay and theta inside, QS Algorithm 1
     selective_scan   h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t    used by Mamba
     born_attention   o_i = sum_{j<=i} |<q_i|k_j>|^2 v_j / sum_{j<=i} |<q_i|k_j>|^2   used by H-Transformer
     phase_memory     S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t         used by PAM and SAM
@@ -18,7 +19,8 @@ Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)
 Complex numbers are real pairs: the last axis holds (re, im).
 
 Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
-(float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs.
+(float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs. (The
+Triton kernels of Born attention and phase memory multiply half-precision inputs in bfloat16, and sum in float32.)
 All paths are registered as custom operators, so that torch.compile, autocast, activation checkpointing and DDP see one
 opaque node each; gradients are reverse mode only, once.
 

@@ -5919,6 +5919,13 @@ def test_readme_tables_of_tasks_are_what_the_logs_say():
         assert (ROOT / folder / "tables.md").read_text() == texts[folder] + "\n"
 
 
+def test_readme_instruction_counts_are_those_of_the_log():
+    log = (ROOT / "results/kernels_static.md").read_text()
+    found = re.search(r"N = 16\) takes ([\d.]+) .* and ([\d.]+) .* takes ([\d.]+)\s+and ([\d.]+),", README)
+    rows = re.findall(r"`_?(born_forward|softmax)_kernel` .*\| ([\d.]+) \|", log)
+    assert rows == [(name, found[i]) for name, i in zip(("born_forward", "softmax") * 2, (1, 3, 2, 4))]
+
+
 def test_readme_factors_are_what_the_benchmark_printed():
     section = README.split("### Speed on a CPU")[1].split("\n## ")[0]
     factors = re.findall(r"\b(\d\.\d\d)x", section)
