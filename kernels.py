@@ -40,7 +40,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
@@ -2430,9 +2429,9 @@ def report_compiled():
     limits = {"sm_80": 163, "sm_90": 227}  # kB of shared memory a program may use
     jobs, right = [(target, dtype) for target in limits for dtype in (torch.float32, torch.bfloat16)], True
     quiet = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process; the workers end with it
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), *quiet) as pool:
-        for (target, dtype), found in zip(jobs, pool.map(compiled, *zip(*jobs))):
-            for case, kernel, use, code, elements in found:
+    with get_context("spawn").Pool(os.cpu_count(), *quiet) as pool:
+        for (target, dtype), found in [(job, pool.apply_async(compiled, job)) for job in jobs]:
+            for case, kernel, use, code, elements in found.get():
                 right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * limits[target]
                 kinds = instructions(code)
                 total = sum(kinds.values())
@@ -2448,16 +2447,19 @@ def main():
     parser.add_argument(
         "--compile", action="store_true", help="instead, compile the Triton kernels for sm_80 and sm_90, without a GPU"
     )
+    check = check_device
     if parser.parse_args().compile:
         if triton is None:
             parser.error("--compile needs Triton, which is not installed (pip install triton; Linux only)")
         if os.environ.get("TRITON_INTERPRET"):
             parser.error("--compile cannot run in Triton's interpreter; unset TRITON_INTERPRET")
-        try:
-            raise SystemExit(not report_compiled())
-        except OSError as e:  # an unwritable TRITON_CACHE_DIR, a full disk, a closed pipe
-            parser.error(f"cannot compile: {e}")
-    raise SystemExit(not check_device())
+        check = report_compiled
+    try:
+        raise SystemExit(not check())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except OSError as e:  # an unwritable TRITON_CACHE_DIR, a full disk, a closed pipe
+        parser.error(str(e))
 
 
 if __name__ == "__main__":
