@@ -2428,8 +2428,10 @@ def report_compiled():
     print("|", columns, "| on tensor cores | an element |\n|" + "---|" * 10)
     limits = {"sm_80": 163, "sm_90": 227}  # kB of shared memory a program may use
     jobs, right = [(target, dtype) for target in limits for dtype in (torch.float32, torch.bfloat16)], True
-    quiet = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process; the workers end with it
-    with get_context("spawn").Pool(os.cpu_count(), *quiet) as pool:
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the workers: Ctrl-C is for this process
+    pool = get_context("spawn").Pool(os.cpu_count())
+    signal.signal(signal.SIGINT, handler)
+    with pool:  # ends the workers, too
         for (target, dtype), found in [(job, pool.apply_async(compiled, job)) for job in jobs]:
             for case, kernel, use, code, elements in found.get():
                 right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * limits[target]

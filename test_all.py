@@ -1116,12 +1116,12 @@ def test_kernels_compile_for_a100_and_h100(background):
 
 
 def test_a_kernel_that_spills_fails_the_compilation_report(monkeypatch, capsys):
-    class Inline:
+    class Inline(contextlib.nullcontext):
         def apply_async(self, function, job):
             return type("result", (), {"get": lambda _: function(*job)})()
 
     use = {"REG": 255, "STACK": 0, "LOCAL": 0, "SHARED": 0}
-    pools = type("context", (), {"Pool": lambda *_: contextlib.nullcontext(Inline())})
+    pools = type("context", (), {"Pool": lambda *_: Inline()})
     monkeypatch.setattr(kernels, "get_context", lambda _: pools)
     monkeypatch.setattr(kernels, "triton", type("triton", (), {"__version__": "0"}))
     for change, right in (({}, True), ({"STACK": 8}, False), ({"LOCAL": 8}, False), ({"SHARED": 2**18}, False)):
