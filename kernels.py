@@ -355,7 +355,7 @@ if triton is not None:
     @triton.jit
     def _scan_place(T, H, N, tiles, segments, TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
         """Where this program works: its row of the batch, the head and the channel of each column (WIDTH columns a head,
-        of which N are used), which columns there are, its segment, and that segment's first and last-but-one time."""
+        of which N are used), which columns there are, its segment, and that segment's first time and the one after its last."""
         blocks = tl.cdiv(H, CHANNELS // WIDTH)
         batch, rest = tl.program_id(0) // (blocks * segments), tl.program_id(0) % (blocks * segments)
         column = tl.arange(0, CHANNELS)

@@ -6112,6 +6112,22 @@ def test_triton_phase_of_half_precision(dtype, small_products, monkeypatch):
 
 
 @needs_triton
+def test_triton_phase_and_born_multiply_in_the_dtype_of_autocast(small_products, monkeypatch):
+    """As scaled_dot_product_attention does; without autocast, in float32."""
+    dtypes, born, phase = [], kernels._triton_born, kernels._triton_phase
+    monkeypatch.setattr(kernels, "_triton_born", lambda *qkv: (dtypes.extend(x.dtype for x in qkv), born(*qkv))[1])
+    monkeypatch.setattr(kernels, "_triton_phase", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), phase(*x))[1])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (randn(1, 1, 5, 2, 2, seed=i).float().to(device) for i in range(3))
+    for enabled in (True, False):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            o, _ = kernels.born_attention(q, k, v, backend="triton")
+            y, S = kernels.phase_memory(q, k, v, torch.zeros(1, 1, 5, device=device), backend="triton")
+        assert o.dtype == y.dtype == S.dtype == torch.float32
+    assert dtypes == 6 * [torch.bfloat16] + 6 * [torch.float32]
+
+
+@needs_triton
 def test_triton_phase_is_one_node_with_a_gradient_alone(small_products):
     """Gradients of y alone and of the state alone; no initial state; and the fake implementations."""
     q, k, v, log_gamma, S = (x.float().requires_grad_() for x in phase_inputs(1, 2, 33, 3))
