@@ -1,13 +1,14 @@
-"""The logs of train.py and tasks.py, written and read: steps to a target loss, learning curves; length generalization.
+"""The logs of train.py and tasks.py, written and read: every table and figure of the three papers that logs can give.
 
-    python report.py runs/hmamba-stdlib-tiny-s1 runs/mamba-stdlib-tiny-s1 --out curves.png
-    python report.py runs/tasks-40/* --out figures
-    python report.py runs/pam* runs/sam* --scaling scaling.png    runs in epochs: losses, power laws and their crossing
+    python report.py runs/*-stdlib-*                              steps to a loss, ratios, gaps, cost: tables on the terminal
+    python report.py runs/*-stdlib-* --out figures                and, with the figures, into a folder
+    python report.py runs/tasks-40/* --out figures                length generalization
+    python report.py runs/pam* runs/sam* --out figures            runs in epochs: also power laws and their crossing
     python report.py runs/pam* runs/sam* --diagnostics figures    checkpoints: rank of the memory, repetition, word pairs
 
-Paper: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section
-8.1 and tables 5-6. Losses in the logs are in nats per token; divided by ln 2 they are bpc, bits per character, if the tokens
-are bytes, and else bits a token.
+Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section 8; PAM,
+section III; CSP, section 3. Losses in the logs are in nats per token; divided by ln 2 they are bpc, bits per character, if the
+tokens are bytes, and else bits a token. "+-" is half a 95 % confidence interval (Student's t), of differences paired by seed.
 """
 
 import json
@@ -105,6 +106,10 @@ def read_log(path):
     parts = [events[0].get(key) for key in ("settings", "data", "params")] if events else []
     if not parts or events[0]["event"] != "header" or not all(isinstance(part, dict) and part for part in parts):
         raise InputError(f"{path} is not a log of train.py or tasks.py: its first line is no header")
+    if len([e for e in events if e["event"] == "header"]) > 1:
+        raise InputError(
+            f"{path} holds the logs of several runs, one behind the other: put them into files of their own"
+        )
     if len(events) < len(lines):
         print(f"note: {len(lines) - len(events)} unreadable lines of {path} are left out", file=sys.stderr)
     return events
@@ -117,7 +122,8 @@ def _event(line):
     except ValueError:
         return None
     whole = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
-    numbers = (event.get(key, 0.0) for key in ("val_loss", "epoch")) if whole else ()
+    numbers = [event.get(key, 0.0) for key in ("val_loss", "epoch", "tok_s")] if whole else []
+    numbers += event.get("layers", []) if whole and isinstance(event.get("layers", []), list) else [None]
     return event if whole and all(isinstance(x, (int, float)) for x in numbers) else None
 
 
@@ -157,17 +163,55 @@ def pyplot():
 def save_figure(plt, fig, path):
     fig.tight_layout()
     with explain(f"write {path}"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path)
     plt.close(fig)
+
+
+def write_tables(text, out):
+    """Writes `text` into the folder `out`. Returns the path."""
+    with explain(f"write {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "tables.md").write_text(text + "\n", encoding="utf-8")
+    return out / "tables.md"
 
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Training runs (QS section 8: tables 3-8, figures 3-7)
+
+# What the paper's text prints of its 253M models on enwik8, OpenWebText and FineWeb, one seed each. Its tables themselves are not in
+# the text: of most cells it has a range, or one corpus, or "about".
+PAPER_STEPS = {  # table 6
+    2.5: {"hmamba": "75-79", "mamba": "237-252"},
+    2.0: {"hmamba": "191 enwik8", "mamba": "575 enwik8", "htransformer": "219 owt", "transformer": "484 owt"},
+}
+PAPER_STEP_RATIOS = {"mamba": "about 3", "transformer": "about 2"}  # table 5
+PAPER_GAPS = {  # table 7, at the end of the warmup (OpenWebText, FineWeb); tables 7-8, at 1000 steps (all three)
+    "mamba": ("0.321 and 0.368", "0.315 to 0.396"),
+    "transformer": ("larger than at the end", "-0.132 to 0.034"),
+}
+PAPER_SPREAD = {"hmamba": "about 2", "mamba": "more than 10"}  # 8.4
+PAPER_WARMUP = 0.75  # of 1000 steps, table 4
+COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # real model -> its complex realization
+FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
+# What runs of one comparison may differ in: what tables name, and what does not change the course of a run.
+NOT_SHARED = {"model", "seeds", "lr", "min_lr", "data", "out", "resume", "stop_at", "micro", "device", "compile",
+              "checkpointing", "log_every", "ckpt_every", "sample_every", "eval_only", "split", "params"}  # fmt: skip
+
+
 def val_curve(events):
     """(steps, bpc) of the evaluations on the fixed validation windows."""
     points = [(e["step"], e["val_loss"] / math.log(2)) for e in events if e["event"] == "val" and e["split"] == "val"]
+    return [s for s, _ in points], [loss for _, loss in points]
+
+
+def train_curve(events):
+    """(steps, bpc) of the training batches."""
+    points = [(e["step"], e["loss"] / math.log(2)) for e in events if e["event"] == "train"]
     return [s for s, _ in points], [loss for _, loss in points]
 
 
@@ -188,44 +232,397 @@ def steps_to_target(steps, losses, target):
     return None
 
 
-def targets_table(logs):
-    """Markdown table of steps to each target (QS table 6), the ratio to the first model (QS table 5), and the last loss.
+def base(label):
+    """The model's name in a label such as "hmamba:N=4, rate 0.002"."""
+    return re.split("[:,]", label)[0]
 
-    `logs` is a list of event lists. The ratio is formed between runs of equal data, size and seed: this model's steps
-    divided by the first model's, so that with `--model hmamba,mamba` 3.0 means that Mamba needs three times as many. The
-    last column is over the whole split."""
-    first, rows = {}, []
+
+def family(label):
+    """The complex model that a label's model is, or is the twin of."""
+    return COMPLEX.get(base(label), base(label))
+
+
+def reference(label, labels):
+    """What a row is compared with, or None: its complex realization with the same options, or else without; for a variant of a
+    complex model that model; or else the first of `labels`."""
+    if label in FAMILIES:
+        return None
+    known = (label.replace(base(label), family(label), 1), family(label), next(iter(labels)))
+    return next((other for other in known if other in labels and other != label), None)
+
+
+def group_runs(logs):
+    """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run; its labels
+    are models (with their rates, where one has several), complex ones before their twins. Raises InputError for two runs of
+    one label and seed, or of different configurations."""
+    groups = []
     for events in logs:
-        settings = events[0]["settings"]
-        key = (events[0]["data"]["name"], settings["size"], settings["seeds"])
-        found = [steps_to_target(*val_curve(events), target) for target in TARGETS]
-        reference = first.setdefault(key, found)
-        final = next((f"{e['val_loss'] / math.log(2):.3f}" for e in events if e["event"] == "final"), "-")
-        cells = ["-" if x is None else f"{x:.0f}" + (f" ({x / r:.2f}x)" if r else "") for x, r in zip(found, reference)]
-        rows.append([settings["model"], *key, *cells, final])
-    units = " / ".join(dict.fromkeys(unit(events[0]["settings"].get("tokens")) for events in logs))
-    return markdown(["model", "data", "size", "seed", *(f"{t} {units}" for t in TARGETS), f"at the end, {units}"], rows)
+        settings = {"tokens": "bytes"} | {k: v for k, v in events[0]["settings"].items() if v is not None}
+        shared = {k: v for k, v in settings.items() if k not in NOT_SHARED} | {"data": events[0]["data"]}
+        members = next((members for other, members in groups if other == shared), None)
+        if members is None:
+            groups.append((shared, members := []))
+        members.append(events)
+    return [(shared, _cells(members)) for shared, members in groups]
 
 
-def plot_curves(logs, out):
-    """Validation bpc against the optimization step, one line a run (QS figure 4), written to the PNG `out`."""
-    plt = pyplot()
-    fig, ax = plt.subplots(figsize=(6, 4))
-    models = list(dict.fromkeys(events[0]["settings"]["model"] for events in logs))
-    seen = set()
+def _cells(logs):
+    rates = {}
     for events in logs:
-        settings = events[0]["settings"]
-        model = settings["model"]
-        steps, bpc = val_curve(events)
-        label = None if model in seen else f"{model} ({events[0]['params']['total'] / 1e6:.2f}M)"
-        seen.add(model)
-        ax.plot(steps, bpc, color=f"C{models.index(model)}", label=label, lw=1.5)
-    ax.set(xlabel="optimization step", ylabel=f"validation loss, {unit(settings.get('tokens'))}")
-    ax.set_title(
-        " / ".join(dict.fromkeys(f"{e[0]['data']['name']}, {e[0]['settings']['size']}" for e in logs)), fontsize=10
+        rates.setdefault(events[0]["settings"]["model"], set()).add(events[0]["settings"].get("lr"))
+    families, cells = list(FAMILIES), {}
+    for events in logs:
+        s = events[0]["settings"]
+        label = s["model"] + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "")
+        runs = cells.setdefault(label, {})
+        if runs.setdefault(s["seeds"], events) is not events:
+            raise InputError(f"two runs of {label} with seed {s['seeds']}: name one of them")
+        if any(other[0].get("config") != events[0].get("config") for other in runs.values()):
+            raise InputError(f"the runs of {label} have different configurations: name those of one")
+    order = sorted(cells, key=lambda x: (families.index(family(x)) if family(x) in families else 9, base(x) in COMPLEX))
+    return {label: cells[label] for label in order}
+
+
+def warmup_end(shared):
+    """(step, what it is): the end of the warmup, or of the paper's share of the budget if the rate is constant."""
+    steps, warmup = shared["steps"], shared.get("warmup", PAPER_WARMUP)
+    if shared.get("schedule") == "constant":
+        return PAPER_WARMUP * steps, f"{PAPER_WARMUP:.0%} of the budget"
+    return warmup * steps if warmup < 1 else warmup, "end of warmup"
+
+
+def loss_at(events, step):
+    """The first validation loss from `step` on, bpc, or None."""
+    return next((loss for at, loss in zip(*val_curve(events)) if at >= step), None)
+
+
+def final_loss(events):
+    """bpc over the whole validation split, or None for a run that is not finished."""
+    return next((e["val_loss"] / math.log(2) for e in events if e["event"] == "final"), None)
+
+
+def layer_spread(events):
+    """Largest over smallest gradient norm of the layers, the median over the evaluations (QS 8.4); None without any."""
+    spreads = [max(e["layers"]) / min(e["layers"]) for e in events if e["event"] == "grad" and min(e["layers"])]
+    return statistics.median(spreads) if spreads else None
+
+
+def with_range(values, digits):
+    """Text: the mean of those that are not None, in brackets the lowest and the highest; empty if there are none."""
+    found = [x for x in values if x is not None]
+    if not found:
+        return ""
+    text = f"{statistics.fmean(found):.{digits}f}"
+    text += f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
+    return text + (f", {len(found)} of {len(values)} seeds" if len(found) < len(values) else "")
+
+
+def with_interval(values, digits, sign=""):
+    """Text: the mean of those that are not None, +- half of its 95 % interval."""
+    found = [x for x in values if x is not None]
+    if not found:
+        return "-"
+    mean, half = mean_interval(found)
+    return f"{mean:{sign}.{digits}f}" + ("" if half is None else f" +- {half:.{digits}f}")
+
+
+def pairs(cells, of):
+    """[(label, its reference, [(value, reference's value)] over the seeds of both)] of the function `of` of a run."""
+    found = []
+    for label, runs in cells.items():
+        other = reference(label, cells)
+        both = [(of(runs[seed]), of(cells[other][seed])) for seed in runs if seed in cells[other]] if other else []
+        both = [pair for pair in both if None not in pair]
+        if both:
+            found.append((label, other, both))
+    return found
+
+
+def targets(cells):
+    """(those of TARGETS that a run reaches and, lowest last, the tenth of a bit that all of them do; that one, or None)."""
+    lowest = [min(val_curve(events)[1], default=math.inf) for runs in cells.values() for events in runs.values()]
+    common = math.ceil(10 * max(lowest)) / 10 if max(lowest) < math.inf else None
+    reached = {target for target in TARGETS if target >= min(lowest)}
+    return sorted(reached | ({common} - {None}), reverse=True), common
+
+
+def describe(shared, cells):
+    """One paragraph: the data, the protocol (QS table 4), and what ran it."""
+    headers = [events[0] for runs in cells.values() for events in runs.values()]
+    device, threads, git = (", ".join(sorted({str(h.get(k)) for h in headers})) for k in ("device", "threads", "git"))
+    torch = ", ".join(sorted({h.get("versions", {}).get("torch", "?") for h in headers}))
+    d, (step, _) = shared["data"], warmup_end(shared)
+    rate = "constant rate" if shared.get("schedule") == "constant" else f"{step:.0f} steps of warmup, then cosine"
+    return (
+        f"Data: {d['name']}, {d.get('size', 0):,} tokens, SHA-256 {d.get('sha256', '?')[:12]}. {shared['steps']:,} steps of "
+        f"{shared['batch']} x {shared['seq']} tokens, {rate}, {shared['dtype']}. Validation on {shared['eval_seqs']} fixed windows, "
+        f"at the end on the whole split. {device}; threads: {threads}; PyTorch {torch}; code {git}. In brackets: lowest and highest "
+        "seed; +-: half a 95 % interval, paired by seed; *italics*: the paper's, 253M parameters, one seed on each of three corpora."
     )
-    ax.legend()
+
+
+def training_tables(shared, cells):
+    """Markdown of a group: models and protocol (QS tables 3-4), steps to a loss and their ratios (6, 5), gaps (7), losses at the
+    budget (8), cost (9.3), spread of the layers' gradients (8.4), every run. *Italics: the paper's, at 253M.*"""
+    loss, budget, (goals, common) = unit(shared["tokens"]), shared["steps"], targets(cells)
+    at, what = warmup_end(shared)
+    every = [(label, seed, events) for label, runs in cells.items() for seed, events in runs.items()]
+
+    def paper(values, label):
+        return f" *{values[label]}*" if label in values else ""
+
+    def speed(events):
+        return statistics.median([e["tok_s"] for e in events if e["event"] == "train" and "tok_s" in e] or [math.nan])
+
+    def reaches(goal):
+        return lambda events: steps_to_target(*val_curve(events), goal)
+
+    def paired(columns, digits, sign, join):
+        """Rows of `columns`, [(function of a run, {label: the paper's})], for every pair; join(x, y) of a seed's values."""
+        found = {}
+        for i, (of, theirs) in enumerate(columns):
+            for label, other, both in pairs(cells, of):
+                cell = with_interval([join(*values) for values in both], digits, sign) + paper(theirs, label)
+                found.setdefault((label, other), ["-"] * len(columns))[i] = cell
+        return found
+
+    rows = []
+    for label, runs in cells.items():
+        header = next(iter(runs.values()))[0]
+        s, config = header["settings"], header.get("config", {})
+        shape = ", ".join(f"{k}={config[k]}" for k in ("D", "L") if k in config)
+        rate = f"{s['lr']:g}" + ("" if shared.get("schedule") == "constant" else f" to {s['min_lr']:g}")
+        rows.append([label, f"{header['params']['total']:,}", shape, rate, len(runs)])
+    text = [describe(shared, cells), markdown(["model", "parameters", "shape", "learning rate", "seeds"], rows)]
+
+    if goals:
+        rows = [
+            [label, *((with_range([*map(reaches(goal), runs.values())], 0) or "not reached") + paper(PAPER_STEPS.get(goal, {}), label) for goal in goals)]
+            for label, runs in cells.items()
+        ]  # fmt: skip
+        text += ["#### Steps to a validation loss", markdown(["model", *(f"{goal} {loss}" for goal in goals)], rows)]
+        columns = [(reaches(goal), PAPER_STEP_RATIOS if goal in (2.5, 2.2, 2.0) else {}) for goal in goals]
+        rows = [
+            [f"{a} / {b}", *row] for (a, b), row in paired(columns, 2, "", lambda x, y: x / y if y else None).items()
+        ]
+        if rows:
+            text += ["#### Ratio of steps", "Above 1: the second is faster.", markdown(["pair", *(f"{g} {loss}" for g in goals)], rows)]  # fmt: skip
+    theirs = [{label: gaps[i] for label, gaps in PAPER_GAPS.items()} for i in (0, 1)]
+    columns = [(lambda e: loss_at(e, at), theirs[0]), (lambda e: loss_at(e, budget), theirs[1]), (final_loss, {})]
+    rows = [[f"{a} - {b}", *row] for (a, b), row in paired(columns, 3, "+", lambda x, y: x - y).items()]
+    if rows:
+        text += [f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
+                 markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split"], rows)]  # fmt: skip
+    rows = [
+        [label, with_range([loss_at(e, budget) for e in runs.values()], 3) or "not finished", with_range([*map(final_loss, runs.values())], 3) or "not finished"]
+        for label, runs in cells.items()
+    ]  # fmt: skip
+    text += [f"#### Validation loss at the budget, {loss}", markdown(["model", "fixed windows", "whole split"], rows)]
+    if common:
+        rows = []
+        for label, runs in cells.items():
+            tokens = [steps * shared["batch"] * shared["seq"] for steps in map(reaches(common), runs.values())]
+            speeds = [*map(speed, runs.values())]
+            rows.append([label, with_range([n / 1e6 for n in tokens], 2), with_range(speeds, 0),
+                         with_range([n / v / 60 for n, v in zip(tokens, speeds)], 1)])  # fmt: skip
+        text += [f"#### Cost of {common} {loss}", "At the median speed of each run, without validation.",
+                 markdown(["model", "tokens, millions", "tokens a second", "minutes"], rows)]  # fmt: skip
+    spreads = {label: [*map(layer_spread, runs.values())] for label, runs in cells.items()}
+    rows = [
+        [label, with_range(found, 1) + paper(PAPER_SPREAD, label)] for label, found in spreads.items() if any(found)
+    ]
+    if rows:
+        text += ["#### Gradient norms of the layers, largest over smallest", markdown(["model", "median over the steps"], rows)]  # fmt: skip
+    rows = []
+    for label, seed, events in every:
+        steps = [reaches(goal)(events) for goal in goals]
+        ends = [loss_at(events, budget), final_loss(events)]
+        rows.append([label, seed, *("-" if x is None else f"{x:.0f}" for x in steps), *("-" if x is None else f"{x:.3f}" for x in ends)])  # fmt: skip
+    head = ["model", "seed", *(f"{goal} {loss}" for goal in goals), "at the budget", "whole split"]
+    return "\n\n".join([*text, "#### Every run", markdown(head, rows)])
+
+
+def panels(labels):
+    """[(title, its labels)], a panel for each family among `labels`."""
+    names = dict.fromkeys(FAMILIES.get(family(label), "others") for label in labels)
+    return [(name, [x for x in labels if FAMILIES.get(family(x), "others") == name]) for name in names]
+
+
+def style(labels, label):
+    """Colour and line of a model, one of its panel's: complex models drawn through, real ones dashed."""
+    place = next(of_panel.index(label) for _, of_panel in panels(labels) if label in of_panel)
+    return {"color": COLOURS[place % len(COLOURS)], "ls": "--" if base(label) in COMPLEX else "-"}
+
+
+def mean_curve(curves):
+    """The mean of curves [(x, y)] at the points that all have."""
+    values = [dict(zip(x, y)) for x, y in curves]
+    common = sorted(set(values[0]).intersection(*values[1:]))
+    return common, [statistics.fmean(v[x] for v in values) for x in common]
+
+
+def draw_runs(ax, curves, label, **how):
+    """Curves [(x, y)] of several seeds: each thin, and their mean."""
+    for x, y in curves if len(curves) > 1 else ():
+        ax.plot(x, y, **how, lw=0.6, alpha=0.4)
+    ax.plot(*mean_curve(curves), **how, lw=1.6, label=label)
+
+
+def caption(shared, cells):
+    """What a figure shows, in a line for its title: data, budget, schedule, number of seeds."""
+    seeds = "-".join(map(str, sorted({len(runs) for runs in cells.values()})))
+    rate = "constant rate" if shared.get("schedule") == "constant" else f"warmup of {warmup_end(shared)[0]:.0f}"
+    return f"{shared['data']['name']}, {shared['size']}, {shared['steps']} steps, {rate}; {seeds} seed{'s' * (seeds != '1')} a model"
+
+
+def plot_curves(shared, cells, out):
+    """Loss by optimization step: validation (QS figure 4) and training (figure 7), a row a family, into the PNG `out`."""
+    plt = pyplot()
+    rows = panels(cells)
+    fig, axes = plt.subplots(len(rows), 2, figsize=(9, 3.1 * len(rows) + 0.4), sharex=True, sharey="row", squeeze=False)
+    for (left, right), (name, labels) in zip(axes, rows):
+        late = []
+        for label in labels:
+            runs = cells[label].values()
+            legend = f"{label} ({next(iter(runs))[0]['params']['total'] / 1e6:.2f}M)"
+            for ax, curve in ((left, val_curve), (right, train_curve)):
+                curves = [curve(events) for events in runs]
+                draw_runs(ax, curves, legend, **style(cells, label))
+                late += [y for x, ys in curves for x, y in zip(x, ys) if x >= 0.2 * shared["steps"]]
+        if late:  # the fall from 8 bits a byte in the first steps would take most of the height
+            left.set_ylim(min(late) - 0.1, max(late) + 0.1)
+        left.set(ylabel=f"loss, {unit(shared['tokens'])}", title=f"{name}, validation")
+        right.set_title("training batches")
+        left.legend(fontsize=8)
+    for ax in axes[-1]:
+        ax.set_xlabel("optimization step")
+    fig.suptitle(caption(shared, cells), fontsize=10)
     save_figure(plt, fig, out)
+
+
+def plot_steps(shared, cells, out):
+    """QS figure 3: bars of the steps to each target, points the seeds, above a bar its ratio to its reference, into the PNG `out`."""
+    plt = pyplot()
+    goals, columns = targets(cells)[0], panels(cells)
+    fig, axes = plt.subplots(1, len(columns), figsize=(4.5 * len(columns), 3.6), sharey=True, squeeze=False)
+    for ax, (name, labels) in zip(axes[0], columns):
+        width = 0.8 / len(labels)
+        for i, label in enumerate(labels):
+            other, how = reference(label, cells), style(cells, label)
+            for j, goal in enumerate(goals):
+                steps = {seed: steps_to_target(*val_curve(events), goal) for seed, events in cells[label].items()}
+                x, reached = j + width * (i - (len(labels) - 1) / 2), [s for s in steps.values() if s is not None]
+                legend = None if j else label
+                if len(reached) < len(steps):
+                    ax.bar(x, 0, color=how["color"], label=legend)
+                    ax.text(x, 0, " not reached", rotation=90, ha="center", va="bottom", fontsize=6, color=how["color"])
+                    continue
+                ax.bar(x, statistics.fmean(reached), 0.9 * width, color=how["color"], label=legend, alpha=0.75)
+                ax.plot([x] * len(reached), reached, ".", color="black", ms=3)
+                theirs = {s: steps_to_target(*val_curve(e), goal) for s, e in cells[other].items()} if other else {}
+                ratios = [steps[seed] / theirs[seed] for seed in steps if theirs.get(seed)]
+                if ratios:
+                    ax.text(x, 0, f" {statistics.fmean(ratios):.2f}", rotation=90, ha="center", va="bottom", fontsize=7)
+        ax.set_xticks(range(len(goals)), [f"{goal} {unit(shared['tokens'])}" for goal in goals])
+        ax.set_title(name, fontsize=10)
+        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+    axes[0][0].set_ylabel("steps to the validation loss")
+    fig.suptitle(f"{caption(shared, cells)}; numbers: ratio to the family's complex model", fontsize=9)
+    save_figure(plt, fig, out)
+
+
+def plot_gap(shared, cells, out):
+    """QS figure 5: validation loss minus its reference's by step, the warmup shaded, into the PNG `out`. Thin: seeds."""
+    plt = pyplot()
+    compared = {label: pair for label, *pair in pairs(cells, lambda events: dict(zip(*val_curve(events))))}
+    columns = panels(compared)
+    fig, axes = plt.subplots(1, len(columns), figsize=(4.5 * len(columns), 4.2), squeeze=False)
+    for ax, (name, labels) in zip(axes[0], columns):
+        late = []
+        for label in labels:
+            other, both = compared[label]
+            curves = [zip(*[(x, loss - theirs[x]) for x, loss in ours.items() if x in theirs]) for ours, theirs in both]
+            curves = [tuple(curve) for curve in curves]
+            draw_runs(ax, curves, f"{label} - {other}", **style(cells, label))
+            late += [y for x, ys in curves for x, y in zip(x, ys) if x > 0]
+        ax.axhline(0, color="black", lw=0.8)
+        if shared.get("schedule") != "constant":
+            ax.axvspan(0, warmup_end(shared)[0], color="0.92", zorder=0)
+        ax.set(xlabel="optimization step", title=name, ylim=(min([*late, 0]) - 0.02, max([*late, 0]) + 0.02))
+        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    axes[0][0].set_ylabel(f"gap in validation loss, {unit(shared['tokens'])}")
+    fig.suptitle(f"{caption(shared, cells)}; above 0: the second leads; shaded: warmup", fontsize=9)
+    save_figure(plt, fig, out)
+
+
+def plot_gradients(shared, cells, out):
+    """QS figure 6: gradient norm of each layer by step, mean over seeds, a panel a model, into the PNG `out`."""
+    plt = pyplot()
+    columns = min(4, len(cells))
+    rows = -(-len(cells) // columns)
+    fig, axes = plt.subplots(
+        rows, columns, figsize=(3 * columns, 2.6 * rows + 0.4), sharex=True, sharey=True, squeeze=False
+    )
+    for ax in axes.flat[len(cells) :]:
+        ax.axis("off")
+    for ax, (label, runs) in zip(axes.flat, cells.items()):
+        logged = [[e for e in events if e["event"] == "grad"] for events in runs.values()]
+        depth = min(len(e["layers"]) for events in logged for e in events)
+        colours = plt.get_cmap("viridis", depth + 1)  # the last, a light yellow, is left out
+        for layer in range(depth):
+            curves = [([e["step"] for e in events], [e["layers"][layer] for e in events]) for events in logged]
+            named = f"layer {layer}" if layer in (0, depth - 1) else None
+            ax.semilogy(*mean_curve(curves), color=colours(layer), lw=1.2, label=named)
+        ax.set_title(label, fontsize=9)
+    for ax in axes[-1]:
+        ax.set_xlabel("optimization step")
+    axes[0][0].set_ylabel("gradient norm of a layer")
+    axes[0][0].yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+    axes[0][0].yaxis.set_major_formatter("{x:g}")
+    axes[0][0].yaxis.set_minor_formatter("")
+    axes[0][0].legend(fontsize=7)
+    fig.suptitle(caption(shared, cells), fontsize=10)
+    save_figure(plt, fig, out)
+
+
+def training_report(logs, out=None):
+    """Tables of all groups of runs and, into the folder `out`, these and the figures. Returns the tables, and the paths."""
+    groups, text, paths = group_runs(logs), [], []
+    keys = dict.fromkeys(key for shared, _ in groups for key in shared)
+    differ = [key for key in keys if any(shared.get(key) != groups[0][0].get(key) for shared, _ in groups)]
+    for shared, cells in groups:
+        corpus = f"{shared['data']['name']} {shared['data']['sha256'][:8]}"
+        values = {key: corpus if key == "data" else shared.get(key) for key in differ}
+        name = ", ".join(f"{key} {value}" for key, value in values.items())
+        text += [f"### {name}"] * bool(name) + [training_tables(shared, cells)]
+        if out:
+            with_gradients = all(layer_spread(e) for runs in cells.values() for e in runs.values())
+            drawn = {
+                "curves": (plot_curves, True),
+                "steps": (plot_steps, targets(cells)[0]),
+                "gap": (plot_gap, pairs(cells, val_curve)),
+                "gradients": (plot_gradients, with_gradients),
+            }
+            for figure, (plot, possible) in drawn.items():
+                if possible:
+                    paths.append(out / (run_name(figure, *values.values()) + ".png"))
+                    plot(shared, cells, paths[-1])
+    if differ:
+        text.insert(0, f"Runs of {len(groups)} kinds, which differ in {', '.join(differ)} and are not averaged.")
+    in_epochs = [events for events in logs if any(e.get("epoch") for e in events)]
+    if in_epochs:
+        text += ["### Epochs", epochs_table(in_epochs)]
+        sizes = {}
+        for events in in_epochs:
+            sizes.setdefault(base(events[0]["settings"]["model"]), set()).add(events[0]["params"]["total"])
+        if all(len(of_model) > 1 for of_model in sizes.values()):
+            table, fits = scaling_table(in_epochs)
+            text += ["### Scaling", table]
+            if out:
+                paths.append(out / "scaling.png")
+                plot_scaling(fits, paths[-1])
+    text = "\n\n".join(text)
+    return text, [write_tables(text, out), *paths] if out else []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,9 +659,23 @@ PAPER_TASKS = {
 PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", "decoder")
 
 
-def read_task_log(path):
-    """read_log of a run of tasks.py, checked: what belongs to it, and if it is finished all that the tables need."""
-    events = [e for e in read_log(path) if e["event"] in ("header", "train", "eval", "final")]
+def check_training(events, path):
+    """The events of a run of train.py, of which the header has all that the tables need, or InputError."""
+    h, names = events[0], ("model", "size", "seeds", "steps", "batch", "seq", "lr", "min_lr", "dtype", "eval_seqs")
+    losses = [e.get("loss") for e in events if e["event"] == "train"] + [
+        e.get("val_loss") for e in events if e["event"] in ("val", "final")
+    ]
+    whole = (
+        all(h["settings"].get(name) is not None for name in names) and {"name", "sha256", "size"} <= h["data"].keys()
+    )
+    if not (whole and h["params"].get("total") and all(isinstance(x, (int, float)) for x in losses)):
+        raise InputError(f"{path} is a damaged log: parts of a run of train.py are missing")
+    return events
+
+
+def check_task(events, path):
+    """The events of a run of tasks.py, which if it is finished has all that the tables need, or InputError."""
+    events = [e for e in events if e["event"] in ("header", "train", "eval", "final")]
     try:
         header, s = events[0], events[0]["settings"]
         whole = {"model", "task", "seed", "epochs", "train_length"} <= s.keys() and header["params"]["total"] > 0
@@ -441,11 +852,9 @@ def plot_dynamics(groups, model, path):
 
 def task_report(logs, out):
     """Writes tables and figures into the folder `out`. Returns the tables, and the paths."""
-    groups, text = group_tasks(logs), task_tables(logs)
-    with explain(f"write {out}"):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "tables.md").write_text(text + "\n", encoding="utf-8")
-    paths = [out / "tables.md"]
+    groups, text, paths = group_tasks(logs), task_tables(logs), []
+    if not out:
+        return text, paths
     for task, models in groups.items():
         paths.append(out / f"lengths-{task}.png")
         plot_lengths(task, models, paths[-1])
@@ -453,7 +862,7 @@ def task_report(logs, out):
     dynamics = "csp-fast" if "csp-fast" in models else models[0]
     plot_seeds(groups, out / "seeds.png")
     plot_dynamics(groups, dynamics, out / "dynamics.png")
-    return text, [*paths, out / "seeds.png", out / "dynamics.png"]
+    return text, [write_tables(text, out), *paths, out / "seeds.png", out / "dynamics.png"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -539,7 +948,8 @@ def scaling_table(logs):
         points = {}
         for events in logs:
             mean, _, sigma_log = late_metric([of(x) for x in late_losses(events)])
-            name, size = events[0]["settings"]["model"].split(":")[0], events[0]["settings"]["size"]
+            name, *options = events[0]["settings"]["model"].split(":")
+            size = ":".join([events[0]["settings"]["size"], *options])
             points.setdefault(name, []).append((events[0]["params"]["total"], mean, sigma_log))
             late.setdefault(size, {}).setdefault(quantity, {}).setdefault(name, []).append(mean)
         for name, of_model in points.items():
@@ -945,13 +1355,7 @@ def diagnose(runs, logs, out, wordnet=None):
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders or log.jsonl files")
-    parser.add_argument(
-        "--out", help="also draw the learning curves into this PNG; for tasks, tables and figures into this folder"
-    )
-    parser.add_argument(
-        "--scaling",
-        help="of runs in epochs: their epochs and PAM's power laws, drawn into this PNG; no learning curves",
-    )
+    parser.add_argument("--out", help="folder for the tables, as tables.md, and the figures")
     parser.add_argument(
         "--diagnostics",
         help="of pam and sam: ranks of their memory, repetition of their texts, word pairs; tables and figures into this folder",
@@ -960,34 +1364,22 @@ def main():
         "--wordnet", help="WordNet's folder, for the word pairs of --diagnostics; of runs on GPT-2's tokens"
     )
     args = parser.parse_args()
-    if args.scaling and Path(args.scaling).suffix != ".png":
-        raise InputError(f"--scaling {args.scaling} must end in .png")
     logs = [read_log(run) for run in args.runs]
     of_tasks = ["task" in events[0]["settings"] for events in logs]
     if any(of_tasks) and not all(of_tasks):
         raise InputError("logs of train.py and of tasks.py do not go into one report")
     if args.wordnet and not args.diagnostics:
         raise InputError("--wordnet belongs to --diagnostics FOLDER")
-    if args.scaling:
-        table, fits = scaling_table(logs)
-        print(f"{epochs_table(logs)}\n\n{table}")
-        plot_scaling(fits, args.scaling)
-        print(f"wrote {args.scaling}")
+    if args.out and Path(args.out).suffix:
+        raise InputError(f"--out {args.out} must be a folder: tables and figures go into it")
+    text, paths = "", []
     if args.diagnostics:
         text, paths = diagnose(args.runs, logs, Path(args.diagnostics), args.wordnet)
-    elif args.scaling:
-        return
-    elif of_tasks[0]:
-        logs = [read_task_log(run) for run in args.runs]
-        if args.out and Path(args.out).suffix:
-            raise InputError(f"--out {args.out} must be a folder: tables and figures of tasks go into it")
-        text, paths = task_report(logs, Path(args.out)) if args.out else (task_tables(logs), [])
-    elif args.out and Path(args.out).suffix != ".png":
-        raise InputError(f"--out {args.out} must end in .png")
-    else:
-        text, paths = targets_table(logs), [args.out] if args.out else []
-        if args.out:
-            plot_curves(logs, args.out)
+    if args.out or not args.diagnostics:
+        check, write = (check_task, task_report) if of_tasks[0] else (check_training, training_report)
+        logs = [check(events, run) for events, run in zip(logs, args.runs)]
+        tables, written = write(logs, Path(args.out) if args.out else None)
+        text, paths = "\n\n".join(filter(None, (text, tables))), paths + written
     print(text)
     for path in paths:
         print(f"wrote {path}")

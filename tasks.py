@@ -311,7 +311,7 @@ def finished(folder, s):
     if not (folder / "log.jsonl").exists():
         return None
     try:
-        events = report.read_task_log(folder)
+        events = report.check_task(report.read_log(folder), folder)
     except InputError as e:
         raise InputError(f"{e}; remove {folder}, and the run is trained again") from None
     before, now = events[0]["settings"], asdict(s)
@@ -395,7 +395,7 @@ def main():
                       f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
                       + f"; {skipped} steps skipped, as their gradients were not finite" * bool(skipped), flush=True)  # fmt: skip
     # All that is finished here under the same protocol, so that tables and figures hold more than the last command's runs.
-    logs = [report.read_task_log(log) for log in sorted(out.glob("*/log.jsonl"))]
+    logs = [report.check_task(report.read_log(log), log) for log in sorted(out.glob("*/log.jsonl"))]
     here = [log for log in logs if report.protocol(log) == report.protocol([{"settings": asdict(settings[0])}])]
     text, paths = report.task_report([log for log in here if log[-1]["event"] == "final"], out)
     # A quick run prints what matters: the first table of each task; the file has all.

@@ -3863,8 +3863,8 @@ def test_sweeps_share_the_data_order_and_print_ratios(program, tmp_path):
     code, out, _ = program(train, *argv, "--out", "sweep")
     assert code == 0
     assert len(list((tmp_path / "sweep").iterdir())) == 4
-    assert "| model | data | size | seed | 3.0 bpc |" in out
-    assert out.count("| mamba:D=32:L=1:H=2:N=4 | text | tiny |") == 2
+    assert "| mamba:D=32:L=1:H=2:N=4 / hmamba:D=32:L=1:H=2:N=4 |" in out  # steps, paired by seed
+    assert "| mamba:D=32:L=1:H=2:N=4 - hmamba:D=32:L=1:H=2:N=4 |" in out  # losses
     first = [report.read_log(p)[0]["settings"]["seeds"] for p in sorted((tmp_path / "sweep").iterdir())]
     assert first == ["1", "2", "1", "2"]
 
@@ -4418,38 +4418,153 @@ def test_steps_to_target():
     assert report.steps_to_target([], [], 1.0) is None
 
 
-def write_log(folder, model, bpc, **settings):
+def write_log(folder, model, bpc, final=None, sha256="0" * 64, layers=(0.5, 0.2), config=None, **settings):
+    """The log of a run with the evaluations `bpc`, 20 steps apart, and unless `final` is 0 a last one."""
+    folder = Path(folder)
     folder.mkdir()
+    protocol = {"size": "tiny", "steps": 20 * (len(bpc) - 1), "batch": 2, "seq": 5, "lr": 0.01, "min_lr": 0.001, "warmup": 0.75,
+                "schedule": "cosine", "dtype": "float32", "eval_seqs": 4, "eval_every": 20, "out": str(folder)}  # fmt: skip
     header = {
-        "settings": {"model": model, "data": "text", "size": "tiny", "seeds": "1"} | settings,
-        "params": {"total": 10},
-    }
-    events = [{"event": "header", "step": 0, "data": {"name": "text"}, **header}]
-    events += [{"event": "val", "split": "val", "step": 20 * i, "val_loss": x * math.log(2)} for i, x in enumerate(bpc)]
+        "settings": protocol | {"model": model, "seeds": "1"} | settings,
+        "params": {"total": 10}, "config": config or {"D": 3, "L": 2},
+        "data": {"name": "text", "size": 1000, "sha256": sha256},
+    }  # fmt: skip
+    events = [{"event": "header", "step": 0, **header}]
+    for i, x in enumerate(bpc):
+        events.append({"event": "val", "split": "val", "step": 20 * i, "val_loss": x * math.log(2)})
+        events.append({"event": "train", "step": 20 * i, "loss": x * math.log(2) + 0.1, "tok_s": 100.0 + i})
+        events.append({"event": "grad", "step": 20 * i, "layers": list(layers)})
     events.append(
         {"event": "eval", "split": "val", "step": 20, "val_loss": 0.1}
     )  # of a whole split: no point of the curve
-    events.append({"event": "final", "split": "val", "step": events[-1]["step"], "val_loss": bpc[-1] * math.log(2)})
+    if final != 0:
+        end = {"val_loss": (final or bpc[-1]) * math.log(2), "step": 20 * (len(bpc) - 1)}
+        events.append({"event": "final", "split": "val", **end})
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
 
-def test_report_reads_logs(program, tmp_path):
-    write_log(tmp_path / "a", "hmamba", [8, 3, 2.5, 2.1])
-    write_log(tmp_path / "b", "mamba", [8, 5, 3.5, 2.5])
-    write_log(tmp_path / "c", "mamba", [8, 3, 2.5, 2.1], seeds="2")
+def test_report_reads_logs(program):
+    """QS tables 5-8, of numbers that a reader can check by hand; figures 3-7."""
+    write_log("a", "hmamba", [8, 3, 2.5, 2.1])
+    write_log("b", "mamba", [8, 5, 3.5, 2.5], final=2.6, layers=(0.1, 0.02))
+    write_log("c", "mamba", [8, 3, 2.5, 2.3], seeds="2")
+    write_log("d", "hmamba", [8, 3, 2.5, 2.1], seeds="2")
     with open("b/log.jsonl", "a") as f:
         f.write('{"event": "val", "st')  # a line cut short
-    code, out, _ = program(report, "a", "b/log.jsonl", "c", "--out", "curves.png")
+    code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "--out", "figures")
     assert code == 0
-    assert "| hmamba | text | tiny | 1 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - | 2.100 |" in out
-    assert "| mamba | text | tiny | 1 | 50 (2.50x) | 60 (1.50x) | - | - | 2.500 |" in out
-    assert "| mamba | text | tiny | 2 | 20 (1.00x) | 40 (1.00x) | 55 (1.00x) | - | 2.100 |" in out  # first of its seed
-    assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
-    for bad in ("curves.jpg", "nowhere/curves.png"):
+    assert err == "note: 1 unreadable lines of b/log.jsonl are left out\n"
+    rows = [
+        "| hmamba | 10 | D=3, L=2 | 0.01 to 0.001 | 2 |",
+        # steps to 3.0, 2.5, 2.2 bpc: seed 1 of mamba needs 50, 60 and more than the 60 that it was given
+        "| hmamba | 20 (20-20) | 40 (40-40) *75-79* | 55 (55-55) |",
+        "| mamba | 35 (20-50) | 50 (40-60) *237-252* | not reached |",
+        "| mamba / hmamba | 1.75 +- 9.53 | 1.25 +- 3.18 *about 3* | - |",
+        # mean and interval of the differences of two seeds, 1.0 and 0, 0.4 and 0.2, 0.5 and 0.2
+        "| mamba - hmamba | +0.300 +- 1.271 *0.321 and 0.368* | +0.300 +- 1.271 *0.315 to 0.396* | +0.350 +- 1.906 |",
+        "| mamba | 2.400 (2.300-2.500) | 2.450 (2.300-2.600) |",
+        # cost of 2.5 bpc: 40 steps of 10 tokens
+        "| hmamba | 0.00 (0.00-0.00) | 102 (102-102) | 0.1 (0.1-0.1) |",
+        "| hmamba | 2.5 (2.5-2.5) *about 2* |",
+        "| mamba | 3.8 (2.5-5.0) *more than 10* |",
+        "| mamba | 1 | 50 | 60 | - | 2.500 | 2.600 |",
+    ]
+    for row in rows:
+        assert row in out, row
+    assert "at step 45, end of warmup" in out
+    assert Path("figures/tables.md").read_text() in out
+    for name in ("curves", "steps", "gap", "gradients"):
+        assert Path(f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert program(report, "a", "b", "c", "d", "--out", "figures")[0] == 0  # again, into the same folder
+    for bad in ("curves.jpg", "a/log.jsonl/figures"):
         code, _, err = program(report, "a", "--out", bad)
-        assert code == 2
+        assert (code, err.count("error: ")) == (2, 1)
         assert bad in err
-        assert err.count("error: ") == 1
+
+
+def test_report_of_one_run(program):
+    """Nothing to compare with, not finished, no training loss, no gradients: no row is made up."""
+    write_log("a", "csp", [8, 4.04], final=0, layers=())
+    log = Path("a/log.jsonl")
+    log.write_text(
+        "".join(x for x in log.read_text().splitlines(keepends=True) if '"train"' not in x and '"grad"' not in x)
+    )
+    code, out, err = program(report, "a", "--out", "figures")
+    assert (code, err) == (0, "")
+    assert "4.1 bpc" in out  # the tenth that all reach
+    assert "| csp | 4.040 | not finished |" in out
+    assert "/ csp" not in out
+    assert "Gap" not in out
+    assert sorted(os.listdir("figures")) == ["curves.png", "steps.png", "tables.md"]
+    write_log("b", "csp", [8])  # no step at all
+    write_log("c", "rnn", [8])
+    code, out, _ = program(report, "b", "c", "--out", "other")
+    assert code == 0
+    assert "| rnn / csp | - |" in out
+
+
+def test_report_keeps_what_differs_apart(program):
+    """Other data, budgets and schedules: sections of their own. Rates: rows of their own. One label, seed and two runs: an error."""
+    write_log("a", "hmamba", [8, 3, 2.5, 2.1])
+    write_log("other_data", "hmamba", [8, 3.5, 3.1, 2.9], sha256="1" * 64)
+    write_log("constant", "hmamba", [8, 4, 3, 2.8], schedule="constant")
+    write_log("rate", "hmamba", [8, 3, 2.4, 2.0], lr=0.02)
+    code, out, err = program(report, "a", "other_data", "constant", "rate", "--out", "figures")
+    assert (code, err) == (0, "")
+    assert out.startswith("Runs of 3 kinds, which differ in schedule, data and are not averaged.\n")
+    assert "| hmamba, rate 0.01 | 10 |" in out
+    assert "| hmamba, rate 0.02 | 1 | 20 | 37 | 50 | 55 | 60 | 2.000 | 2.000 |" in out
+    assert "| 0.01 | 1 |" in out  # the constant rate has no end
+    kinds = ["constant-text 00000000", "cosine-text 00000000", "cosine-text 11111111"]
+    assert sorted(os.listdir("figures"))[:3] == [f"curves-{kind}.png" for kind in kinds]
+    assert [f.name for f in Path("figures").glob("gap-*")] == [f"gap-{kinds[1]}.png"]  # the others have one model each
+    write_log("twice", "hmamba", [8, 3, 2.5, 2.1], micro=1)
+    code, _, err = program(report, "a", "twice")
+    assert (code, err) == (2, "error: two runs of hmamba with seed 1: name one of them\n")
+    write_log("config", "hmamba", [8, 3, 2.5, 2.1], seeds="2", config={"D": 4, "L": 2})
+    code, _, err = program(report, "a", "config")
+    assert (code, err) == (2, "error: the runs of hmamba have different configurations: name those of one\n")
+    Path("both.jsonl").write_text(Path("a/log.jsonl").read_text() + Path("twice/log.jsonl").read_text())
+    code, _, err = program(report, "both.jsonl")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds the logs of several runs" in err
+
+
+def test_report_references():
+    """Whom a model is compared with."""
+    labels = ["hmamba", "mamba:init=xavier", "hmamba:scan=clamped", "htransformer:score=softmax", "transformer", "pam:D=8", "sam:D=8",
+              "csp, rate 1", "csp, rate 2"]  # fmt: skip
+    expected = [None, "hmamba", "hmamba", "hmamba", "hmamba", "hmamba", "pam:D=8", "hmamba", "hmamba"]
+    assert [report.reference(label, labels) for label in labels] == expected
+    assert report.reference("sam, rate 1", ["pam, rate 1", "sam, rate 1"]) == "pam, rate 1"
+    assert report.reference("hmamba:N=8", ["hmamba:N=4", "hmamba:N=8"]) == "hmamba:N=4"
+    assert report.reference("mamba", ["mamba"]) is None
+
+
+@pytest.mark.parametrize("damage", ["settings", "lr", "sha256", "total", "loss", "layers"])
+def test_report_of_a_damaged_log(program, damage):
+    write_log("a", "hmamba", [8, 3, 2.5])
+    lines = [json.loads(line) for line in Path("a/log.jsonl").read_text().splitlines()]
+    part = {
+        "lr": lines[0]["settings"],
+        "sha256": lines[0]["data"],
+        "total": lines[0]["params"],
+        "loss": lines[2],
+        "layers": lines[3],
+    }
+    if damage == "settings":
+        lines[0]["settings"] = [1]
+    elif damage == "layers":
+        part[damage][damage] = [0.1, "much"]
+    else:
+        del part[damage][damage]
+    Path("a/log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, err = program(report, "a")
+    if damage == "layers":  # one event less
+        assert (code, err) == (0, "note: 1 unreadable lines of a/log.jsonl are left out\n")
+    else:
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("error: a")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"{}\n", b"[1]\n", b'{"event": "val"}\n'])
@@ -4511,20 +4626,20 @@ def test_training_in_epochs(program):
     x, y = (sample.read_checkpoint(path)["model"] for path in (run / "last.pt", "cut/last.pt"))
     assert all(torch.equal(x[k], y[k]) for k in x)
     assert report.late_losses(report.read_log("cut")) == late
-    code, out, _ = program(report, run, twin, "--scaling", "scaling.png")
-    assert code == 2  # one size gives no power law
-    code, _, err = program(report, run, "--scaling", "scaling.jpg")
-    assert (code, err) == (2, "error: --scaling scaling.jpg must end in .png\n")
+    code, out, _ = program(report, run, twin, "--out", "figures")
+    assert code == 0
+    assert "### Epochs" in out
+    assert "### Scaling" not in out  # one size gives no power law
 
 
 def write_epochs(folder, model, total, late):
     """A log with three epochs whose ends and best evaluations before are `late`."""
     folder.mkdir()
     header = {
-        "settings": {"model": model, "size": "5m", "seeds": "1"},
-        "params": {"total": total},
-        "data": {"name": "x"},
-    }
+        "settings": {"model": model, "size": "5m", "seeds": "1", "steps": 300, "batch": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0,
+                     "dtype": "float32", "eval_seqs": 8, "epochs": 3},
+        "params": {"total": total}, "config": {"D": total}, "data": {"name": "x", "size": 1000, "sha256": "0" * 64},
+    }  # fmt: skip
     events = [
         {"event": "header", "step": 0, **header},
         {"event": "val", "step": 0, "epoch": 0.0, "split": "val", "val_loss": 9.0},
@@ -4589,17 +4704,19 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     for name, factor, exponent in (("pam", 12, -0.15), ("sam", 8, -0.12)):
         for total in (10**5, 10**6, 10**7):
             loss = factor * total**exponent
-            write_epochs(tmp_path / f"{name}{total}", name, total, [loss + 0.01, loss] * 3)
+            spec = name if total == 10**5 else f"{name}:D={total}"
+            write_epochs(tmp_path / f"{name}{total}", spec, total, [loss + 0.01, loss] * 3)
             runs.append(f"{name}{total}")
-    code, out, err = program(report, *runs, "--scaling", "scaling.png")
+    code, out, err = program(report, *runs, "--out", "figures")
     assert (code, err) == (0, "")
     assert re.search(r"\| loss \| pam \| 3 \| 3 \| -0\.1[45]\d \+- 0\.\d+ \| -0\.15 \|", out)
     assert re.search(r"\| loss \| sam .* 10\^5\.\d\d \+- 0\.0\d \| 4\.5e\+09 \(2\.05\) \|", out)
-    # Late losses by size, means over its runs: at 10^5 ... 10^7 all are called 5m here.
-    pam_loss, sam_loss = (np.mean([f * t**e for t in (1e5, 1e6, 1e7)]) + 0.005 for f, e in ((12, -0.15), (8, -0.12)))
+    pam_loss, sam_loss = 12 * 1e5**-0.15 + 0.005, 8 * 1e5**-0.12 + 0.005
     assert f"| 5m | pam | {pam_loss:.3f} | 5.56 | 1.00 | - |" in out
     assert re.search(rf"\| 5m \| sam \| {sam_loss:.3f} \| 4\.78 \| \d\.\d\d \| 2\.18 \|", out)
-    assert Path("scaling.png").read_bytes().startswith(b"\x89PNG")
+    sam_loss = 8 * 1e7**-0.12 + 0.005
+    assert f"| 5m:D=10000000 | sam | {sam_loss:.3f} | - |" in out
+    assert Path("figures/scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_effective_rank():
@@ -5908,26 +6025,25 @@ def test_readme_flags_and_files_exist(program):
         assert (ROOT / name).exists(), name
 
 
-def test_readme_table_is_what_the_logs_say(program):
-    """The numbers of the README come out of the logs in results/ with the command that stands above them."""
-    tables = re.findall(r"<!-- python report\.py (\S+) --out \S+ -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
-    assert tables
-    for pattern, table in tables:
-        code, out, _ = program(report, *sorted(ROOT.glob(pattern)))
-        assert code == 0
-        assert out.strip() == table.strip()
+RESULTS = sorted({log.parent.name for log in ROOT.glob("results/*/*.jsonl")})
 
 
-def test_readme_tables_of_tasks_are_what_the_logs_say():
-    """And results/*/tables.md are what report.py makes of the logs beside them."""
-    found = re.findall(r"<!-- (results/tasks\S*) -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
-    assert len(found) == 6
-    texts = {
-        f: report.task_tables([report.read_log(log) for log in sorted((ROOT / f).glob("*.jsonl"))]) for f, _ in found
-    }
-    for folder, table in found:
-        assert table in texts[folder]
-        assert (ROOT / folder / "tables.md").read_text() == texts[folder] + "\n"
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_what_the_logs_say(program, name, monkeypatch):
+    """The command of the README that makes all tables and figures again makes those that are there, and no others; the README's
+    tables are among them."""
+    assert "for d in results/*/; do python report.py $d*.jsonl --out $d; done" in README
+    folder, drawn = ROOT / "results" / name, []
+    monkeypatch.setattr(report, "save_figure", lambda plt, fig, path: (plt.close(fig), drawn.append(path.name)))
+    code, _, err = program(report, *sorted(folder.glob("*.jsonl")), "--out", "made")
+    assert (code, err) == (0, "")
+    tables = (folder / "tables.md").read_text(encoding="utf-8")
+    assert Path("made/tables.md").read_text(encoding="utf-8") == tables
+    assert sorted(drawn) == sorted(png.name for png in folder.glob("*.png"))
+    shown = re.findall(rf"<!-- results/{name} -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
+    assert shown
+    for table in shown:
+        assert table in tables
 
 
 def test_readme_instruction_counts_are_those_of_the_log():

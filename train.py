@@ -445,12 +445,12 @@ def train(s, corpus, device, single, checkpoint=None):
         with data.explain(f"write {folder}"):
             (folder / "sample.txt").write_text(text, encoding="utf-8")
         try:
-            report.plot_curves([report.read_log(folder)], folder / "curve.png")
+            report.plot_curves(*report.group_runs([report.read_log(folder)])[0], folder / "curve.png")
         except ImportError as e:
             print_rank0(f"note: no curve.png, as matplotlib cannot be imported ({e})")
         log.write("sample", step, step * tokens_per_step, text=text)  # the last event of a run that is complete
         print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
-    if s.epochs:
+    if s.epochs and single:
         print_rank0(report.epochs_table([report.read_log(folder)]))
     exit_on_signal()
     return folder
@@ -591,8 +591,7 @@ def run(given, device):
         set_epochs(s, corpus)
     finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
     if rank == 0 and len(finished) > 1:
-        print_rank0("steps to each validation target, interpolated between evaluations; the ratio to the first model:\n"
-                    + report.targets_table([report.read_log(f) for f in finished]))  # fmt: skip
+        print_rank0(report.training_report([report.read_log(f) for f in finished])[0])
 
 
 if __name__ == "__main__":
