@@ -23,7 +23,7 @@ import time
 from itertools import combinations, pairwise
 from pathlib import Path
 
-from data import InputError, Parser, cache_dir, command_line, explain, replace_file
+from data import InputError, Parser, cache_dir, command_line, explain, needs, replace_file
 
 TARGETS = (3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
 
@@ -57,7 +57,7 @@ class Log:
 
 def run_name(*parts):
     """Parts of a run's name, of which the first is the model spec, as a name for its folder."""
-    return re.sub("[:=]", "_", "-".join(map(str, parts)))
+    return re.sub(r"[:=/\\\0]", "_", "-".join(map(str, parts)))
 
 
 def make_folder(s, corpus, single):
@@ -99,6 +99,8 @@ def read_log(path):
 
     A line that a kill cut short, or that is no event, is left out, with a note on stderr."""
     path = Path(path)
+    if path.is_dir() and not (path / "log.jsonl").exists() and any(path.glob("*.jsonl")):
+        raise InputError(f"{path} is a folder of logs: name {path}/*.jsonl")
     path = path / "log.jsonl" if path.is_dir() else path
     with explain(f"read the log {path}"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -111,7 +113,9 @@ def read_log(path):
             f"{path} holds the logs of several runs, one behind the other: put them into files of their own"
         )
     if len(events) < len(lines):
-        print(f"note: {len(lines) - len(events)} unreadable lines of {path} are left out", file=sys.stderr)
+        bad = [str(i) for i, line in enumerate(lines, 1) if not _event(line)]
+        named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        print(f"note: of {path} these lines cannot be read and are left out: {named}", file=sys.stderr)
     return events
 
 
@@ -119,12 +123,17 @@ def _event(line):
     """The event of a line, or None."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
-    numbers = [event.get(key, 0.0) for key in ("val_loss", "epoch", "tok_s")] if whole else []
+    numbers = [event.get(key, 0.0) for key in ("step", "loss", "val_loss", "epoch", "tok_s")] if whole else []
     numbers += event.get("layers", []) if whole and isinstance(event.get("layers", []), list) else [None]
-    return event if whole and all(isinstance(x, (int, float)) for x in numbers) else None
+    return event if whole and all(map(_is_number, numbers)) else None
+
+
+def _is_number(x):
+    """A finite one, small enough to compute with."""
+    return isinstance(x, (int, float)) and abs(x) < 1e100  # false for NaN
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,7 +173,7 @@ def save_figure(plt, fig, path):
     fig.tight_layout()
     with explain(f"write {path}"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        fig.savefig(path)
+        fig.savefig(path, bbox_inches="tight")  # or a long title would be cut
     plt.close(fig)
 
 
@@ -194,7 +203,10 @@ PAPER_GAPS = {  # table 7, at the end of the warmup (OpenWebText, FineWeb); tabl
     "mamba": ("0.321 and 0.368", "0.315 to 0.396"),
     "transformer": ("larger than at the end", "-0.132 to 0.034"),
 }
-PAPER_SPREAD = {"hmamba": "about 2", "mamba": "more than 10"}  # 8.4
+PAPER_LOSS = {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"}  # table 8
+PAPER_SPREAD = {"hmamba": "about 2", "mamba": "more than 10"}, {"mamba": "10 to 100"}  # 8.4
+PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 and Transformer "
+              "0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
 PAPER_WARMUP = 0.75  # of 1000 steps, table 4
 COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # real model -> its complex realization
 FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
@@ -244,10 +256,11 @@ def family(label):
 
 def reference(label, labels):
     """What a row is compared with, or None: its complex realization with the same options, or else without; for a variant of a
-    complex model that model; or else the first of `labels`."""
+    complex model that model; or else the first of its family, or of `labels`."""
     if label in FAMILIES:
         return None
-    known = (label.replace(base(label), family(label), 1), family(label), next(iter(labels)))
+    relatives = [x for x in labels if family(x) == family(label)]
+    known = (label.replace(base(label), family(label), 1), family(label), *relatives[:1], next(iter(labels)))
     return next((other for other in known if other in labels and other != label), None)
 
 
@@ -279,6 +292,11 @@ def _cells(logs):
             raise InputError(f"two runs of {label} with seed {s['seeds']}: name one of them")
         if any(other[0].get("config") != events[0].get("config") for other in runs.values()):
             raise InputError(f"the runs of {label} have different configurations: name those of one")
+        ends = {other[0]["settings"].get("min_lr") for other in runs.values()}
+        if len(ends) > 1 and s.get("schedule") != "constant":
+            raise InputError(
+                f"the runs of {label} end at different rates (min_lr {', '.join(map(str, sorted(ends)))}): name those of one"
+            )
     order = sorted(cells, key=lambda x: (families.index(family(x)) if family(x) in families else 9, base(x) in COMPLEX))
     return {label: cells[label] for label in order}
 
@@ -292,19 +310,26 @@ def warmup_end(shared):
 
 
 def loss_at(events, step):
-    """The first validation loss from `step` on, bpc, or None."""
-    return next((loss for at, loss in zip(*val_curve(events)) if at >= step), None)
+    """The validation loss at `step`, interpolated between evaluations, bpc, or None."""
+    steps, losses = val_curve(events)
+    for i, at in enumerate(steps):
+        if at >= step and (i or at == step):
+            share = (at - step) / (at - steps[i - 1]) if i else 0
+            return losses[i] + share * (losses[i - 1] - losses[i])
+    return None
 
 
 def final_loss(events):
     """bpc over the whole validation split, or None for a run that is not finished."""
-    return next((e["val_loss"] / math.log(2) for e in events if e["event"] == "final"), None)
+    budget = events[0]["settings"]["steps"]  # --stop_at ends a run before it, with a "final" too
+    return next((e["val_loss"] / math.log(2) for e in events if e["event"] == "final" and e["step"] >= budget), None)
 
 
 def layer_spread(events):
-    """Largest over smallest gradient norm of the layers, the median over the evaluations (QS 8.4); None without any."""
-    spreads = [max(e["layers"]) / min(e["layers"]) for e in events if e["event"] == "grad" and min(e["layers"])]
-    return statistics.median(spreads) if spreads else None
+    """Largest over smallest gradient norm of the layers, and last over first, medians over the evaluations (QS 8.4); None
+    without any."""
+    norms = [e["layers"] for e in events if e["event"] == "grad" and min(e["layers"]) > 0]
+    return norms and (statistics.median(max(x) / min(x) for x in norms), statistics.median(x[-1] / x[0] for x in norms))
 
 
 def with_range(values, digits):
@@ -317,13 +342,21 @@ def with_range(values, digits):
     return text + (f", {len(found)} of {len(values)} seeds" if len(found) < len(values) else "")
 
 
-def with_interval(values, digits, sign=""):
-    """Text: the mean of those that are not None, +- half of its 95 % interval."""
-    found = [x for x in values if x is not None]
-    if not found:
+def difference(both):
+    """Text: the mean of x - y over pairs (x, y), +- half of its 95 % interval."""
+    mean, half = mean_interval([x - y for x, y in both])
+    return f"{mean:+.3f}" + ("" if half is None else f" +- {half:.3f}")
+
+
+def ratio(both):
+    """Text: the geometric mean of x / y over pairs (x, y) above 0, and its 95 % interval."""
+    logs = [math.log(x / y) for x, y in both if x > 0 < y]
+    if not logs:
         return "-"
-    mean, half = mean_interval(found)
-    return f"{mean:{sign}.{digits}f}" + ("" if half is None else f" +- {half:.{digits}f}")
+    mean, half = mean_interval(logs)
+    return f"{math.exp(mean):.2f}" + (
+        "" if half is None else f" [{math.exp(mean - half):.3f}, {math.exp(mean + half):.3f}]"
+    )
 
 
 def pairs(cells, of):
@@ -340,24 +373,30 @@ def pairs(cells, of):
 
 def targets(cells):
     """(those of TARGETS that a run reaches and, lowest last, the tenth of a bit that all of them do; that one, or None)."""
-    lowest = [min(val_curve(events)[1], default=math.inf) for runs in cells.values() for events in runs.values()]
-    common = math.ceil(10 * max(lowest)) / 10 if max(lowest) < math.inf else None
+    logs = [events for runs in cells.values() for events in runs.values()]
+    lowest, ends = (
+        [min(val_curve(e)[1], default=math.inf) for e in of]
+        for of in (logs, [e for e in logs if val_curve(e)[0][1:]] or logs)
+    )
+    common = math.ceil(10 * max(ends)) / 10 if max(ends) < math.inf else None
     reached = {target for target in TARGETS if target >= min(lowest)}
     return sorted(reached | ({common} - {None}), reverse=True), common
 
 
 def describe(shared, cells):
     """One paragraph: the data, the protocol (QS table 4), and what ran it."""
-    headers = [events[0] for runs in cells.values() for events in runs.values()]
+    headers = [e for runs in cells.values() for log in runs.values() for e in log if e["event"] in ("header", "resume")]
     device, threads, git = (", ".join(sorted({str(h.get(k)) for h in headers})) for k in ("device", "threads", "git"))
-    torch = ", ".join(sorted({h.get("versions", {}).get("torch", "?") for h in headers}))
+    torch = ", ".join(sorted({str(h.get("versions", {}).get("torch", "?")) for h in headers}))
     d, (step, _) = shared["data"], warmup_end(shared)
     rate = "constant rate" if shared.get("schedule") == "constant" else f"{step:.0f} steps of warmup, then cosine"
+    o = headers[0].get("optimizer")
+    adamw = f", AdamW {tuple(o['betas'])}, decay {o['decay']}, gradients clipped at {o['clip']:g}" if o else ""
     return (
         f"Data: {d['name']}, {d.get('size', 0):,} tokens, SHA-256 {d.get('sha256', '?')[:12]}. {shared['steps']:,} steps of "
-        f"{shared['batch']} x {shared['seq']} tokens, {rate}, {shared['dtype']}. Validation on {shared['eval_seqs']} fixed windows, "
+        f"{shared['batch']} x {shared['seq']} tokens, {rate}{adamw}, {shared['dtype']}. Validation every {shared.get('eval_every', '?')} steps on {shared['eval_seqs']} fixed windows, "
         f"at the end on the whole split. {device}; threads: {threads}; PyTorch {torch}; code {git}. In brackets: lowest and highest "
-        "seed; +-: half a 95 % interval, paired by seed; *italics*: the paper's, 253M parameters, one seed on each of three corpora."
+        "seed; +- and square brackets: 95 % interval, paired by seed; *italics*: the paper's, 253M parameters, one seed on each of three corpora."
     )
 
 
@@ -369,7 +408,7 @@ def training_tables(shared, cells):
     every = [(label, seed, events) for label, runs in cells.items() for seed, events in runs.items()]
 
     def paper(values, label):
-        return f" *{values[label]}*" if label in values else ""
+        return f" *{values[label]}*" if label in values and loss == "bpc" else ""
 
     def speed(events):
         return statistics.median([e["tok_s"] for e in events if e["event"] == "train" and "tok_s" in e] or [math.nan])
@@ -377,14 +416,17 @@ def training_tables(shared, cells):
     def reaches(goal):
         return lambda events: steps_to_target(*val_curve(events), goal)
 
-    def paired(columns, digits, sign, join):
-        """Rows of `columns`, [(function of a run, {label: the paper's})], for every pair; join(x, y) of a seed's values."""
+    def paired(columns, join):
+        """Rows of `columns`, [(function of a run, {label: the paper's})], for every pair; join: `difference` or `ratio`."""
         found = {}
-        for i, (of, theirs) in enumerate(columns):
+        for i, (of, printed) in enumerate(columns):
             for label, other, both in pairs(cells, of):
-                cell = with_interval([join(*values) for values in both], digits, sign) + paper(theirs, label)
+                cell = join(both) + (
+                    f", {len(both)} of {len(cells[label])} seeds" if len(both) < len(cells[label]) else ""
+                )
+                cell += paper(printed, label) if other == COMPLEX.get(label) else ""
                 found.setdefault((label, other), ["-"] * len(columns))[i] = cell
-        return found
+        return found.items()
 
     rows = []
     for label, runs in cells.items():
@@ -395,50 +437,56 @@ def training_tables(shared, cells):
         rows.append([label, f"{header['params']['total']:,}", shape, rate, len(runs)])
     text = [describe(shared, cells), markdown(["model", "parameters", "shape", "learning rate", "seeds"], rows)]
 
+    heads = [f"{goal} {loss}" for goal in goals]
     if goals:
-        rows = [
-            [label, *((with_range([*map(reaches(goal), runs.values())], 0) or "not reached") + paper(PAPER_STEPS.get(goal, {}), label) for goal in goals)]
-            for label, runs in cells.items()
-        ]  # fmt: skip
-        text += ["#### Steps to a validation loss", markdown(["model", *(f"{goal} {loss}" for goal in goals)], rows)]
+        rows = []
+        for label, runs in cells.items():
+            without = "not reached" if all(map(final_loss, runs.values())) else "not finished"
+            steps = [with_range([*map(reaches(goal), runs.values())], 0) or without for goal in goals]
+            rows.append([label, *(cell + paper(PAPER_STEPS.get(goal, {}), label) for goal, cell in zip(goals, steps))])
+        text += ["#### Steps to a validation loss", markdown(["model", *heads], rows)]
         columns = [(reaches(goal), PAPER_STEP_RATIOS if goal in (2.5, 2.2, 2.0) else {}) for goal in goals]
-        rows = [
-            [f"{a} / {b}", *row] for (a, b), row in paired(columns, 2, "", lambda x, y: x / y if y else None).items()
-        ]
+        rows = [[f"{a} / {b}", *row] for (a, b), row in paired(columns, ratio)]
         if rows:
-            text += ["#### Ratio of steps", "Above 1: the second is faster.", markdown(["pair", *(f"{g} {loss}" for g in goals)], rows)]  # fmt: skip
-    theirs = [{label: gaps[i] for label, gaps in PAPER_GAPS.items()} for i in (0, 1)]
-    columns = [(lambda e: loss_at(e, at), theirs[0]), (lambda e: loss_at(e, budget), theirs[1]), (final_loss, {})]
-    rows = [[f"{a} - {b}", *row] for (a, b), row in paired(columns, 3, "+", lambda x, y: x - y).items()]
+            text += ["#### Ratio of steps", "Above 1: the second is faster. Geometric means.", markdown(["pair", *heads], rows)]  # fmt: skip
+    warmup = {} if shared.get("schedule") == "constant" else {label: gaps[0] for label, gaps in PAPER_GAPS.items()}
+    columns = [(lambda e: loss_at(e, at), warmup), (lambda e: loss_at(e, budget), {label: gaps[1] for label, gaps in PAPER_GAPS.items()}),
+               (final_loss, {})]  # fmt: skip
+    rows = [[f"{a} - {b}", *row] for (a, b), row in paired(columns, difference)]
     if rows:
         text += [f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
                  markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split"], rows)]  # fmt: skip
-    rows = [
-        [label, with_range([loss_at(e, budget) for e in runs.values()], 3) or "not finished", with_range([*map(final_loss, runs.values())], 3) or "not finished"]
-        for label, runs in cells.items()
-    ]  # fmt: skip
+    rows = []
+    for label, runs in cells.items():
+        ends = [[loss_at(events, budget) for events in runs.values()], [*map(final_loss, runs.values())]]
+        fixed, whole = (with_range(values, 3) or "not finished" for values in ends)
+        rows.append([label, fixed, whole + paper(PAPER_LOSS, label)])
     text += [f"#### Validation loss at the budget, {loss}", markdown(["model", "fixed windows", "whole split"], rows)]
     if common:
         rows = []
         for label, runs in cells.items():
-            tokens = [steps * shared["batch"] * shared["seq"] for steps in map(reaches(common), runs.values())]
+            tokens = [
+                steps and steps * shared["batch"] * shared["seq"] for steps in map(reaches(common), runs.values())
+            ]
             speeds = [*map(speed, runs.values())]
-            rows.append([label, with_range([n / 1e6 for n in tokens], 2), with_range(speeds, 0),
-                         with_range([n / v / 60 for n, v in zip(tokens, speeds)], 1)])  # fmt: skip
-        text += [f"#### Cost of {common} {loss}", "At the median speed of each run, without validation.",
+            rows.append([label, with_range([n and n / 1e6 for n in tokens], 2), with_range(speeds, 0),
+                         with_range([n and v and n / v / 60 for n, v in zip(tokens, speeds)], 1)])  # fmt: skip
+        text += [f"#### Cost of {common} {loss}", " ".join(["At the median speed of each run, without validation.", *[PAPER_COST] * (loss == "bpc")]),
                  markdown(["model", "tokens, millions", "tokens a second", "minutes"], rows)]  # fmt: skip
-    spreads = {label: [*map(layer_spread, runs.values())] for label, runs in cells.items()}
+    spreads = {label: [*filter(None, map(layer_spread, runs.values()))] for label, runs in cells.items()}
     rows = [
-        [label, with_range(found, 1) + paper(PAPER_SPREAD, label)] for label, found in spreads.items() if any(found)
-    ]
+        [label] + [with_range(values, 2) + paper(printed, label) for values, printed in zip(zip(*found), PAPER_SPREAD)]
+        for label, found in spreads.items() if found
+    ]  # fmt: skip
     if rows:
-        text += ["#### Gradient norms of the layers, largest over smallest", markdown(["model", "median over the steps"], rows)]  # fmt: skip
+        text += ["#### Gradient norms of the layers", "Medians over the evaluations.",
+                 markdown(["model", "largest over smallest", "last over first"], rows)]  # fmt: skip
     rows = []
     for label, seed, events in every:
         steps = [reaches(goal)(events) for goal in goals]
         ends = [loss_at(events, budget), final_loss(events)]
         rows.append([label, seed, *("-" if x is None else f"{x:.0f}" for x in steps), *("-" if x is None else f"{x:.3f}" for x in ends)])  # fmt: skip
-    head = ["model", "seed", *(f"{goal} {loss}" for goal in goals), "at the budget", "whole split"]
+    head = ["model", "seed", *heads, "at the budget", "whole split"]
     return "\n\n".join([*text, "#### Every run", markdown(head, rows)])
 
 
@@ -451,12 +499,13 @@ def panels(labels):
 def style(labels, label):
     """Colour and line of a model, one of its panel's: complex models drawn through, real ones dashed."""
     place = next(of_panel.index(label) for _, of_panel in panels(labels) if label in of_panel)
-    return {"color": COLOURS[place % len(COLOURS)], "ls": "--" if base(label) in COMPLEX else "-"}
+    real = base(label) in COMPLEX or "field=real" in label
+    return {"color": COLOURS[place % len(COLOURS)], "ls": "--" if real else "-"}
 
 
 def mean_curve(curves):
     """The mean of curves [(x, y)] at the points that all have."""
-    values = [dict(zip(x, y)) for x, y in curves]
+    values = [dict(zip(x, y)) for x, y in curves if x] or [{}]
     common = sorted(set(values[0]).intersection(*values[1:]))
     return common, [statistics.fmean(v[x] for v in values) for x in common]
 
@@ -479,12 +528,14 @@ def plot_curves(shared, cells, out):
     """Loss by optimization step: validation (QS figure 4) and training (figure 7), a row a family, into the PNG `out`."""
     plt = pyplot()
     rows = panels(cells)
-    fig, axes = plt.subplots(len(rows), 2, figsize=(9, 3.1 * len(rows) + 0.4), sharex=True, sharey="row", squeeze=False)
+    fig, axes = plt.subplots(
+        len(rows), 2, figsize=(11, 3.1 * len(rows) + 0.4), sharex=True, sharey="row", squeeze=False
+    )
     for (left, right), (name, labels) in zip(axes, rows):
         late = []
         for label in labels:
             runs = cells[label].values()
-            legend = f"{label} ({next(iter(runs))[0]['params']['total'] / 1e6:.2f}M)"
+            legend = f"{label} ({next(iter(runs))[0]['params']['total'] / 1e6:.2f}M, n = {len(runs)})"
             for ax, curve in ((left, val_curve), (right, train_curve)):
                 curves = [curve(events) for events in runs]
                 draw_runs(ax, curves, legend, **style(cells, label))
@@ -493,7 +544,7 @@ def plot_curves(shared, cells, out):
             left.set_ylim(min(late) - 0.1, max(late) + 0.1)
         left.set(ylabel=f"loss, {unit(shared['tokens'])}", title=f"{name}, validation")
         right.set_title("training batches")
-        left.legend(fontsize=8)
+        right.legend(*left.get_legend_handles_labels(), fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     for ax in axes[-1]:
         ax.set_xlabel("optimization step")
     fig.suptitle(caption(shared, cells), fontsize=10)
@@ -501,7 +552,7 @@ def plot_curves(shared, cells, out):
 
 
 def plot_steps(shared, cells, out):
-    """QS figure 3: bars of the steps to each target, points the seeds, above a bar its ratio to its reference, into the PNG `out`."""
+    """QS figure 3: bars of the steps to each target, points the seeds, in a bar its ratio to its reference, into the PNG `out`."""
     plt = pyplot()
     goals, columns = targets(cells)[0], panels(cells)
     fig, axes = plt.subplots(1, len(columns), figsize=(4.5 * len(columns), 3.6), sharey=True, squeeze=False)
@@ -512,22 +563,32 @@ def plot_steps(shared, cells, out):
             for j, goal in enumerate(goals):
                 steps = {seed: steps_to_target(*val_curve(events), goal) for seed, events in cells[label].items()}
                 x, reached = j + width * (i - (len(labels) - 1) / 2), [s for s in steps.values() if s is not None]
-                legend = None if j else label
+                legend = None if j else label + (f" / {other}" if other else "")
                 if len(reached) < len(steps):
                     ax.bar(x, 0, color=how["color"], label=legend)
-                    ax.text(x, 0, " not reached", rotation=90, ha="center", va="bottom", fontsize=6, color=how["color"])
+                    ax.plot([x] * len(reached), reached, ".", color="black", ms=3)
+                    missing = " not reached" if not reached else f" {len(reached)} of {len(steps)} seeds"
+                    ax.text(x, 0, missing, rotation=90, ha="center", va="bottom", fontsize=6, color=how["color"])
                     continue
                 ax.bar(x, statistics.fmean(reached), 0.9 * width, color=how["color"], label=legend, alpha=0.75)
                 ax.plot([x] * len(reached), reached, ".", color="black", ms=3)
                 theirs = {s: steps_to_target(*val_curve(e), goal) for s, e in cells[other].items()} if other else {}
                 ratios = [steps[seed] / theirs[seed] for seed in steps if theirs.get(seed)]
                 if ratios:
-                    ax.text(x, 0, f" {statistics.fmean(ratios):.2f}", rotation=90, ha="center", va="bottom", fontsize=7)
+                    ax.text(
+                        x,
+                        0,
+                        f" {statistics.geometric_mean(ratios):.2f}",
+                        rotation=90,
+                        ha="center",
+                        va="bottom",
+                        fontsize=7,
+                    )
         ax.set_xticks(range(len(goals)), [f"{goal} {unit(shared['tokens'])}" for goal in goals])
         ax.set_title(name, fontsize=10)
         ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     axes[0][0].set_ylabel("steps to the validation loss")
-    fig.suptitle(f"{caption(shared, cells)}; numbers: ratio to the family's complex model", fontsize=9)
+    fig.suptitle(f"{caption(shared, cells)}; numbers: ratio of steps", fontsize=9)
     save_figure(plt, fig, out)
 
 
@@ -535,23 +596,23 @@ def plot_gap(shared, cells, out):
     """QS figure 5: validation loss minus its reference's by step, the warmup shaded, into the PNG `out`. Thin: seeds."""
     plt = pyplot()
     compared = {label: pair for label, *pair in pairs(cells, lambda events: dict(zip(*val_curve(events))))}
-    columns = panels(compared)
+    columns, shaded = panels(compared), "; shaded: warmup" * (shared.get("schedule") != "constant")
     fig, axes = plt.subplots(1, len(columns), figsize=(4.5 * len(columns), 4.2), squeeze=False)
     for ax, (name, labels) in zip(axes[0], columns):
         late = []
         for label in labels:
             other, both = compared[label]
-            curves = [zip(*[(x, loss - theirs[x]) for x, loss in ours.items() if x in theirs]) for ours, theirs in both]
-            curves = [tuple(curve) for curve in curves]
+            steps = [[x for x in ours if x in theirs] for ours, theirs in both]
+            curves = [(at, [ours[x] - theirs[x] for x in at]) for at, (ours, theirs) in zip(steps, both)]
             draw_runs(ax, curves, f"{label} - {other}", **style(cells, label))
-            late += [y for x, ys in curves for x, y in zip(x, ys) if x > 0]
+            late += [y for _, ys in curves for y in ys]
         ax.axhline(0, color="black", lw=0.8)
-        if shared.get("schedule") != "constant":
+        if shaded:
             ax.axvspan(0, warmup_end(shared)[0], color="0.92", zorder=0)
         ax.set(xlabel="optimization step", title=name, ylim=(min([*late, 0]) - 0.02, max([*late, 0]) + 0.02))
         ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     axes[0][0].set_ylabel(f"gap in validation loss, {unit(shared['tokens'])}")
-    fig.suptitle(f"{caption(shared, cells)}; above 0: the second leads; shaded: warmup", fontsize=9)
+    fig.suptitle(f"{caption(shared, cells)}; above 0: the second leads{shaded}", fontsize=9)
     save_figure(plt, fig, out)
 
 
@@ -574,9 +635,11 @@ def plot_gradients(shared, cells, out):
             named = f"layer {layer}" if layer in (0, depth - 1) else None
             ax.semilogy(*mean_curve(curves), color=colours(layer), lw=1.2, label=named)
         ax.set_title(label, fontsize=9)
-    for ax in axes[-1]:
+    for ax in axes.flat[max(0, len(cells) - columns) : len(cells)]:  # the lowest of each column
         ax.set_xlabel("optimization step")
-    axes[0][0].set_ylabel("gradient norm of a layer")
+        ax.tick_params(labelbottom=True)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("gradient norm of a layer")
     axes[0][0].yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
     axes[0][0].yaxis.set_major_formatter("{x:g}")
     axes[0][0].yaxis.set_minor_formatter("")
@@ -587,28 +650,25 @@ def plot_gradients(shared, cells, out):
 
 def training_report(logs, out=None):
     """Tables of all groups of runs and, into the folder `out`, these and the figures. Returns the tables, and the paths."""
-    groups, text, paths = group_runs(logs), [], []
+    groups, text, figures = group_runs(logs), [], []
     keys = dict.fromkeys(key for shared, _ in groups for key in shared)
     differ = [key for key in keys if any(shared.get(key) != groups[0][0].get(key) for shared, _ in groups)]
+    if differ:
+        text.append(f"Runs of {len(groups)} kinds, which differ in {', '.join(differ)} and are not averaged.")
     for shared, cells in groups:
         corpus = f"{shared['data']['name']} {shared['data']['sha256'][:8]}"
         values = {key: corpus if key == "data" else shared.get(key) for key in differ}
-        name = ", ".join(f"{key} {value}" for key, value in values.items())
-        text += [f"### {name}"] * bool(name) + [training_tables(shared, cells)]
-        if out:
-            with_gradients = all(layer_spread(e) for runs in cells.values() for e in runs.values())
-            drawn = {
-                "curves": (plot_curves, True),
-                "steps": (plot_steps, targets(cells)[0]),
-                "gap": (plot_gap, pairs(cells, val_curve)),
-                "gradients": (plot_gradients, with_gradients),
-            }
-            for figure, (plot, possible) in drawn.items():
-                if possible:
-                    paths.append(out / (run_name(figure, *values.values()) + ".png"))
-                    plot(shared, cells, paths[-1])
-    if differ:
-        text.insert(0, f"Runs of {len(groups)} kinds, which differ in {', '.join(differ)} and are not averaged.")
+        text += ["### " + ", ".join(f"{key} {value}" for key, value in values.items())] * bool(differ)
+        text.append(training_tables(shared, cells))
+        drawn = {
+            "curves": (plot_curves, True),
+            "steps": (plot_steps, targets(cells)[0]),
+            "gap": (plot_gap, pairs(cells, val_curve)),
+            "gradients": (plot_gradients, all(layer_spread(e) for runs in cells.values() for e in runs.values())),
+        }
+        for figure, (plot, possible) in drawn.items():
+            if possible:
+                figures.append((plot, shared, cells, run_name(figure, *values.values()) + ".png"))
     in_epochs = [events for events in logs if any(e.get("epoch") for e in events)]
     if in_epochs:
         text += ["### Epochs", epochs_table(in_epochs)]
@@ -618,11 +678,15 @@ def training_report(logs, out=None):
         if all(len(of_model) > 1 for of_model in sizes.values()):
             table, fits = scaling_table(in_epochs)
             text += ["### Scaling", table]
-            if out:
-                paths.append(out / "scaling.png")
-                plot_scaling(fits, paths[-1])
+            figures.append((plot_scaling, fits, "scaling.png"))
     text = "\n\n".join(text)
-    return text, [write_tables(text, out), *paths] if out else []
+    if not out:
+        return text, []
+    paths = [write_tables(text, out)]  # first: no fault in a figure can lose them
+    for plot, *what, name in figures:
+        plot(*what, out / name)
+        paths.append(out / name)
+    return text, paths
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -661,14 +725,18 @@ PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", 
 
 def check_training(events, path):
     """The events of a run of train.py, of which the header has all that the tables need, or InputError."""
-    h, names = events[0], ("model", "size", "seeds", "steps", "batch", "seq", "lr", "min_lr", "dtype", "eval_seqs")
-    losses = [e.get("loss") for e in events if e["event"] == "train"] + [
-        e.get("val_loss") for e in events if e["event"] in ("val", "final")
-    ]
-    whole = (
-        all(h["settings"].get(name) is not None for name in names) and {"name", "sha256", "size"} <= h["data"].keys()
-    )
-    if not (whole and h["params"].get("total") and all(isinstance(x, (int, float)) for x in losses)):
+    h, s, d = events[0], events[0]["settings"], events[0]["data"]
+    numbers = [s.get(k) for k in ("steps", "batch", "seq", "lr", "min_lr", "eval_seqs")]
+    numbers += [s.get("warmup") or 0, h["params"].get("total"), d.get("size")]
+    texts = [*map(s.get, ("model", "size", "seeds", "dtype")), d.get("name"), d.get("sha256")]
+    for e in events:
+        numbers += (
+            [e.get({"train": "loss"}.get(e["event"], "val_loss"))] if e["event"] in ("train", "val", "final") else []
+        )
+        texts += [e.get("split")] if e["event"] == "val" else []
+    whole = all(map(_is_number, numbers)) and all(isinstance(x, str) for x in texts) and h["params"]["total"] > 0
+    whole = whole and all(isinstance(h.get(k, {}), dict) for k in ("config", "versions"))
+    if not (whole and all(e.get("layers") for e in events if e["event"] == "grad")):
         raise InputError(f"{path} is a damaged log: parts of a run of train.py are missing")
     return events
 
@@ -928,6 +996,8 @@ def crossing(first, second):
     if b == d:
         return None
     x = (c - a) / (b - d)
+    if abs(x) > 100:  # all but parallel
+        return None
     variance = (covariance + other) * [[1, x], [x, x * x]] / (b - d) ** 2  # of first order in the errors of a, b, c, d
     return 10**x, 10 ** (a + b * x), math.sqrt(abs(variance.sum()))  # abs: of a rounding error
 
@@ -1368,9 +1438,12 @@ def main():
     of_tasks = ["task" in events[0]["settings"] for events in logs]
     if any(of_tasks) and not all(of_tasks):
         raise InputError("logs of train.py and of tasks.py do not go into one report")
+    if args.out or args.diagnostics:
+        with needs("matplotlib"):
+            pyplot()
     if args.wordnet and not args.diagnostics:
         raise InputError("--wordnet belongs to --diagnostics FOLDER")
-    if args.out and Path(args.out).suffix:
+    if args.out and Path(args.out).suffix in (".png", ".md", ".jpg", ".pdf", ".svg"):
         raise InputError(f"--out {args.out} must be a folder: tables and figures go into it")
     text, paths = "", []
     if args.diagnostics:

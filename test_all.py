@@ -4453,20 +4453,21 @@ def test_report_reads_logs(program):
         f.write('{"event": "val", "st')  # a line cut short
     code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "--out", "figures")
     assert code == 0
-    assert err == "note: 1 unreadable lines of b/log.jsonl are left out\n"
+    assert err == "note: of b/log.jsonl these lines cannot be read and are left out: 16\n"
     rows = [
         "| hmamba | 10 | D=3, L=2 | 0.01 to 0.001 | 2 |",
         # steps to 3.0, 2.5, 2.2 bpc: seed 1 of mamba needs 50, 60 and more than the 60 that it was given
         "| hmamba | 20 (20-20) | 40 (40-40) *75-79* | 55 (55-55) |",
         "| mamba | 35 (20-50) | 50 (40-60) *237-252* | not reached |",
-        "| mamba / hmamba | 1.75 +- 9.53 | 1.25 +- 3.18 *about 3* | - |",
-        # mean and interval of the differences of two seeds, 1.0 and 0, 0.4 and 0.2, 0.5 and 0.2
-        "| mamba - hmamba | +0.300 +- 1.271 *0.321 and 0.368* | +0.300 +- 1.271 *0.315 to 0.396* | +0.350 +- 1.906 |",
+        # of seeds 1 and 2: sqrt(2.5 * 1), sqrt(1.5 * 1), and times exp(12.706 ln(2.5) / 2), exp(12.706 ln(1.5) / 2)
+        "| mamba / hmamba | 1.58 [0.005, 533.437] | 1.22 [0.093, 16.097] *about 3* | - |",
+        # mean and interval of the differences of two seeds, 0.85 and 0.05, 0.4 and 0.2, 0.5 and 0.2
+        "| mamba - hmamba | +0.450 +- 5.082 *0.321 and 0.368* | +0.300 +- 1.271 *0.315 to 0.396* | +0.350 +- 1.906 |",
         "| mamba | 2.400 (2.300-2.500) | 2.450 (2.300-2.600) |",
         # cost of 2.5 bpc: 40 steps of 10 tokens
         "| hmamba | 0.00 (0.00-0.00) | 102 (102-102) | 0.1 (0.1-0.1) |",
-        "| hmamba | 2.5 (2.5-2.5) *about 2* |",
-        "| mamba | 3.8 (2.5-5.0) *more than 10* |",
+        "| hmamba | 2.50 (2.50-2.50) *about 2* | 0.40 (0.40-0.40) |",
+        "| mamba | 3.75 (2.50-5.00) *more than 10* | 0.30 (0.20-0.40) *10 to 100* |",
         "| mamba | 1 | 50 | 60 | - | 2.500 | 2.600 |",
     ]
     for row in rows:
@@ -4534,11 +4535,82 @@ def test_report_references():
     """Whom a model is compared with."""
     labels = ["hmamba", "mamba:init=xavier", "hmamba:scan=clamped", "htransformer:score=softmax", "transformer", "pam:D=8", "sam:D=8",
               "csp, rate 1", "csp, rate 2"]  # fmt: skip
-    expected = [None, "hmamba", "hmamba", "hmamba", "hmamba", "hmamba", "pam:D=8", "hmamba", "hmamba"]
+    expected = [None, "hmamba", "hmamba", "hmamba", labels[3], "hmamba", "pam:D=8", "hmamba", "csp, rate 1"]
     assert [report.reference(label, labels) for label in labels] == expected
     assert report.reference("sam, rate 1", ["pam, rate 1", "sam, rate 1"]) == "pam, rate 1"
     assert report.reference("hmamba:N=8", ["hmamba:N=4", "hmamba:N=8"]) == "hmamba:N=4"
     assert report.reference("mamba", ["mamba"]) is None
+
+
+def test_report_of_unfinished_runs(program):
+    """Begun, stopped by --stop_at, or short of a target: said so, and never a number of another step."""
+    write_log("a", "hmamba", [8, 3, 2.5, 2.1])
+    write_log("b", "hmamba", [8, 3, 2.5, 2.1], seeds="2")
+    write_log("half", "mamba", [8, 3.1, 2.6], steps=60)  # its "final" is at step 40
+    write_log("slow", "mamba", [8, 5, 3.5, 2.9], seeds="2")
+    code, out, _ = program(report, "a", "b", "half", "slow", "--out", "figures")
+    assert code == 0
+    assert "| mamba | 40 (24-57) | 44 (28-60) | not finished *237-252* | not finished |" in out
+    assert (
+        "| mamba - hmamba | +0.950, 1 of 2 seeds *0.321 and 0.368* | +0.800, 1 of 2 seeds *0.315 to 0.396* | +0.800, 1 of 2 seeds |"
+        in out
+    )
+    assert "| mamba | 1 | 24 | 28 | - | - | - | - |" in out
+    begun = Path("half/log.jsonl").read_text().splitlines()[0]
+    Path("begun.jsonl").write_text(begun + "\n")
+    code, out, _ = program(report, "a", "b", "begun.jsonl", "--out", "figures")
+    assert code == 0
+    assert "| mamba | not finished | not finished *237-252* |" in out
+    # At the end of a warmup that no evaluation meets: interpolated.
+    write_log("odd", "hmamba", [8, 3, 2.5, 2.1], warmup=25)
+    write_log("odd_twin", "mamba", [8, 3, 2.6, 2.1], warmup=25)
+    assert "| mamba - hmamba | +0.025 *0.321 and 0.368* | +0.000 " in program(report, "odd", "odd_twin")[1]
+
+
+def test_report_sets_the_papers_numbers_beside_its_own_comparison_alone(program):
+    write_log("a", "hmamba:field=real", [8, 3, 2.5])
+    write_log("b", "mamba", [8, 3, 2.6])
+    out = program(report, "a", "b")[1]
+    assert "| mamba / hmamba:field=real | 1.00 | 1.11 | - |" in out
+    write_log("c", "hmamba", [8, 3, 2.5], tokens="gpt2")
+    write_log("d", "mamba", [8, 3, 2.6], tokens="gpt2")
+    out = program(report, "c", "d")[1]
+    assert "| 3.0 bits a token |" in out
+    assert not re.search(r"\| \*|\d \*|FineWeb", out)
+    write_log("e", "hmamba", [8, 3, 2.5], schedule="constant")
+    write_log("f", "mamba", [8, 3, 2.6], schedule="constant")
+    assert (
+        "| mamba - hmamba | +0.050 | +0.100 *0.315 to 0.396* |" in program(report, "e", "f")[1]
+    )  # no warmup, no end of it
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"2.5"', "[2.5]", "1" * 400])
+def test_report_leaves_out_numbers_that_are_none(program, value):
+    write_log("a", "hmamba", [8, 3, 2.5, 2.1])
+    log = Path("a/log.jsonl")
+    lines = log.read_text().splitlines(keepends=True)
+    lines[5] = re.sub('"loss": [^,]*', f'"loss": {value}', lines[5])
+    lines[7] = re.sub('"val_loss": [^,}]*', f'"val_loss": {value}', lines[7])
+    log.write_text("".join(lines))
+    code, out, err = program(report, "a", "--out", "figures")
+    assert (code, err) == (0, "note: of a/log.jsonl these lines cannot be read and are left out: 6, 8\n")
+    assert "| hmamba | 20 | 42 *75-79* | 56 |" in out
+
+
+def test_report_refuses_runs_that_do_not_belong_together(program):
+    write_log("a", "hmamba", [8, 3])
+    write_log("b", "hmamba", [8, 3], seeds="2", min_lr=0.0)
+    code, _, err = program(report, "a", "b")
+    assert (code, err) == (
+        2,
+        "error: the runs of hmamba end at different rates (min_lr 0.0, 0.001): name those of one\n",
+    )
+    os.mkdir("logs")
+    Path("logs/a.jsonl").write_text(Path("a/log.jsonl").read_text())
+    assert program(report, "logs")[2] == "error: logs is a folder of logs: name logs/*.jsonl\n"
+    write_log("c", "hmamba", [8, 3], size="../../away/x")
+    assert program(report, "a", "c", "--out", "inner/figures")[0] == 0
+    assert sorted(os.listdir()) == ["a", "b", "c", "inner", "logs", "text.txt"]
 
 
 @pytest.mark.parametrize("damage", ["settings", "lr", "sha256", "total", "loss", "layers"])
@@ -4561,7 +4633,7 @@ def test_report_of_a_damaged_log(program, damage):
     Path("a/log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, out, err = program(report, "a")
     if damage == "layers":  # one event less
-        assert (code, err) == (0, "note: 1 unreadable lines of a/log.jsonl are left out\n")
+        assert (code, err) == (0, "note: of a/log.jsonl these lines cannot be read and are left out: 4\n")
     else:
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith("error: a")
