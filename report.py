@@ -372,15 +372,16 @@ def pairs(cells, of):
 
 
 def targets(cells):
-    """(those of TARGETS that a run reaches and, lowest last, the tenth of a bit that all of them do; that one, or None)."""
-    logs = [events for runs in cells.values() for events in runs.values()]
-    lowest, ends = (
-        [min(val_curve(e)[1], default=math.inf) for e in of]
-        for of in (logs, [e for e in logs if val_curve(e)[0][1:]] or logs)
-    )
-    common = math.ceil(10 * max(ends)) / 10 if max(ends) < math.inf else None
-    reached = {target for target in TARGETS if target >= min(lowest)}
-    return sorted(reached | ({common} - {None}), reverse=True), common
+    """(losses, common). losses, falling: those of TARGETS that a run reaches, and for each family the tenth of a bit that all of its
+    runs reach; common: the one that all runs reach, None without any evaluation."""
+
+    def lowest(labels):
+        curves = [val_curve(events)[1] for label in labels for events in cells[label].values()]
+        return [min(losses) for losses in curves if losses[1:]] or [min(losses) for losses in curves if losses]
+
+    commons = [math.ceil(10 * max(lowest(of))) / 10 for _, of in panels(cells) if lowest(of)]
+    reached = {target for target in TARGETS if any(loss <= target for loss in lowest(cells))}
+    return sorted(reached.union(commons), reverse=True), max(commons, default=None)
 
 
 def describe(shared, cells):
@@ -586,7 +587,7 @@ def plot_steps(shared, cells, out):
                     )
         ax.set_xticks(range(len(goals)), [f"{goal} {unit(shared['tokens'])}" for goal in goals])
         ax.set_title(name, fontsize=10)
-        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
+        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     axes[0][0].set_ylabel("steps to the validation loss")
     fig.suptitle(f"{caption(shared, cells)}; numbers: ratio of steps", fontsize=9)
     save_figure(plt, fig, out)
