@@ -41,6 +41,7 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -1080,10 +1081,10 @@ BORN_FLOOR = 1e-6
 TINY = 1e-30
 
 
-def _linear_is_faster(T, N, backend):
-    """Quadratic costs about T N a token, linear N^3, with a share for the chunks. Measured on a CPU, forward and backward; for
-    the Triton kernels only counted."""
-    return T >= (max(2048, 16 * N * N) if backend == "triton" else max(384, 3 * N * N))
+def _linear_is_faster(T, N, triton):
+    """Quadratic costs about T N a token, linear N^3, with a share for the chunks. Measured on a CPU, forward and backward; of the
+    Triton kernels the instructions were counted (results/kernels_static.md), nothing was measured."""
+    return T >= max(2048, 16 * N * N) and N <= BORN_WIDEST if triton else T >= max(384, 3 * N * N)
 
 
 def _unit(q):
@@ -1237,12 +1238,19 @@ _born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
 # With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what dL/dQ_i
 # has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16, whose exponents
 # hold a square, and summed in float32.
+#
+# The linear form is the same kernels, with keys, and in the pass for k and v queries, of one span of tokens only. What is before
+# the span is in its state S = sum_j phi(k_j) u_j^T, what comes after it in dL/dS = sum_i phi(Q_i) (G_i, -G_i . o_i)^T, where the
+# floor stands as a gradient of the masses of |k_n|^2, the last column. `_born_state_kernel` makes the summands span by span, for
+# all of them at once, `_born_prefix_kernel` the sums. phi never reaches memory; a state is float32: its values in pairs, then its
+# masses. As the features are signed and cancel, their products keep 16 bits of each factor, and the masses all 24.
 
 # Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries likewise.
 # For bfloat16 and N up to 16; less for more.
 BORN_TILE = 64, 64, 32
-BORN_FEATURES = 32  # features that are formed at a time, likewise
-BORN_SPAN = 256  # tokens between two states of the linear form, whole tiles and whole chunks of born_fold
+BORN_FEATURES = 32  # that are formed at a time, likewise
+BORN_SPAN = 256  # tokens between two states of the linear form: whole tiles, and whole chunks of born_fold
+BORN_WIDEST = 32  # N of the linear form; beyond that its tiles leave the registers, and PyTorch takes it
 
 if triton is not None:
     INTERPRETED = tl.constexpr(
@@ -1294,11 +1302,14 @@ if triton is not None:
 
     @triton.jit
     def _dot_fine(x, y, ptr):
-        """x y in float32; beside half precision at ptr three products of bfloat16 numbers, which keep 16 bits of each factor."""
-        if INTERPRETED or ptr.dtype.element_ty == tl.float32:
-            return tl.dot(x, y, input_precision="ieee")
+        """x y for float32 y; beside half precision at ptr with each float32 number as the sum of two of bfloat16."""
+        if ptr.dtype.element_ty == tl.float32 or (INTERPRETED and x.dtype == tl.float32):
+            return tl.dot(x, y.to(tl.float32), input_precision="ieee")
+        elif x.dtype == tl.float32:
+            return tl.dot(x, y.to(tl.float32), input_precision="bf16x3")
         else:
-            return tl.dot(x, y, input_precision="bf16x3")
+            high = _operand(y, ptr)
+            return _dot(x, high) + _dot(x, _operand(y - high.to(tl.float32), ptr))
 
     @triton.jit
     def _turned(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
@@ -1365,7 +1376,7 @@ if triton is not None:
     @triton.jit
     def _born_features_backward(grad, x, x_ptr, first, stride, T, m, power, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
                                 WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-        """What dL/dphi of the features (m, n) adds to dL/dx."""
+        """Half of what dL/dphi of the features (m, n) adds to dL/dx."""
         m_re, m_im, re, im, _ = _born_features(x, x_ptr, first, stride, T, m, power, COLUMNS, ROWS, WIDTH, BLOCK)
         lower, scale = _born_triangle(m, WIDTH, BLOCK)
         grad = scale * tl.reshape(grad, (ROWS, BLOCK, WIDTH // 2))
@@ -1373,7 +1384,7 @@ if triton is not None:
         dm_re, dm_im = tl.sum(symmetric * re - skew * im, 2), tl.sum(symmetric * im + skew * re, 2)
         dn_re = tl.sum(symmetric * m_re + skew * m_im + tl.where(diagonal, dm_re[:, :, None], 0.0), 1)
         dn_im = tl.sum(symmetric * m_im - skew * m_re + tl.where(diagonal, dm_im[:, :, None], 0.0), 1)
-        return tl.reshape(tl.join(dn_re, dn_im), (ROWS, WIDTH))
+        return 0.5 * tl.reshape(tl.join(dn_re, dn_im), (ROWS, WIDTH))
 
     @triton.jit
     def _born_state_at(m, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -1401,21 +1412,21 @@ if triton is not None:
         x_ptr, y_ptr = _head(x_ptr, g, H, x_batch, x_head), _head(y_ptr, g, H, y_batch, y_head)
         values, values_mask, mass, mass_mask, diagonal = _born_state_at(m, COLUMNS, WIDTH, BLOCK)
         S, z = tl.zeros((BLOCK * (WIDTH // 2), WIDTH), tl.float32), tl.zeros((BLOCK * (WIDTH // 2),), tl.float32)
+        dfloor = tl.zeros((ROWS,), tl.float32)
         for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), ROWS):
             x = _load_tile(x_ptr, first, x_row, T, COLUMNS, ROWS, WIDTH, False)
             phi = _born_features(x, x_ptr, first, x_row, T, m, None, COLUMNS, ROWS, WIDTH, BLOCK)[4]
             y = _load_tile(y_ptr, first, y_row, T, COLUMNS, ROWS, WIDTH, False)
-            S += _dot_fine(tl.trans(phi), y.to(tl.float32), x_ptr)
+            S += _dot_fine(tl.trans(phi), y, x_ptr)
             if shift_ptr is not None:
                 t = first + tl.arange(0, ROWS)
                 phi *= -tl.load(shift_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)[:, None]
-                dfloor = tl.sum(tl.load(floor_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0), 0)
-                z += tl.where(diagonal, dfloor, 0.0)
+                dfloor += tl.load(floor_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)
             z += tl.sum(phi, 0)
         SIZE: tl.constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
         states_ptr += (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + chunk) * SIZE
         tl.store(states_ptr + values, S, mask=values_mask)
-        tl.store(states_ptr + mass, z, mask=mass_mask)
+        tl.store(states_ptr + mass, z + tl.where(diagonal, tl.sum(dfloor, 0), 0.0), mask=mass_mask)
 
     @triton.jit
     def _born_prefix_kernel(states_ptr, S_ptr, G, chunks, SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -1455,8 +1466,8 @@ if triton is not None:
     @triton.jit
     def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, states_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch,
                              k_head, k_row, v_batch, v_head, v_row, floor, tiny, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
-                             KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr = 0,
-                             CHUNK: tl.constexpr = 0):  # fmt: skip
+                             KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                             CHUNK: tl.constexpr):  # fmt: skip
         """o and d. If there are states, the keys are those of the chunk, and the past before is in its state."""
         g = tl.program_id(0) % G
         start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES  # the longest first
@@ -1465,15 +1476,19 @@ if triton is not None:
         turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         numerator, weights = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, KEYS), tl.float32)
-        past, begin = tl.zeros((QUERIES,), tl.float32), 0
+        begin = 0
         if states_ptr is not None:
             begin = start // CHUNK * CHUNK
+            masses = tl.zeros((QUERIES, BLOCK * (WIDTH // 2)), tl.float32)
             state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
             for m in range(0, COLUMNS // 2, BLOCK):
                 phi = _born_features(q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)[4]
                 S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
                 numerator += _dot_fine(phi, S, q_ptr)
-                past += tl.sum(phi * z[None, :], 1)
+                masses += phi * z[None, :]
+            weights += tl.where(
+                tl.arange(0, KEYS)[None, :] == 0, tl.sum(masses, 1)[:, None], 0.0
+            )  # with the first key's
         whole = start // KEYS * KEYS  # every query sees every key before
         for first in range(begin, whole, KEYS):
             numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
@@ -1483,7 +1498,7 @@ if triton is not None:
                                                     COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
-        d = past + tl.sum(weights, 1) + square * (floor * mass + tiny)
+        d = tl.sum(weights, 1) + square * (floor * mass + tiny)
         tl.store(d_ptr + row + tl.arange(0, QUERIES), d, mask=i < T)
         _store_tile(
             o_ptr + g.to(tl.int64) * T * COLUMNS, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH
@@ -1505,7 +1520,7 @@ if triton is not None:
     def _born_query_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, states_ptr, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, G,
                            H, T, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head,
                            grad_row, floor, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-                           WIDTH: tl.constexpr, BLOCK: tl.constexpr = 0, CHUNK: tl.constexpr = 0):  # fmt: skip
+                           WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
         """dL/dq; and for the pass for k and v, row by row: Q, G, G . o and the gradient of the floor, padded with zeros to whole
         tiles."""
         blocks = tl.cdiv(T, QUERIES)
@@ -1531,15 +1546,17 @@ if triton is not None:
 
         turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
-        dq, begin = tl.zeros((QUERIES, WIDTH), tl.float32), 0
+        dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
+        begin = 0
         if states_ptr is not None:
             begin = start // CHUNK * CHUNK
             state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
             for m in range(0, COLUMNS // 2, BLOCK):
                 S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
-                dphi = _dot_fine(grad.to(tl.float32), tl.trans(S), q_ptr) - shift[:, None] * z[None, :]
-                dq += _born_features_backward(dphi, q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)
-        dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
+                dphi = _dot_fine(grad, tl.trans(S), q_ptr) - shift[:, None] * z[None, :]
+                dq_re += _born_features_backward(
+                    dphi, q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK
+                )
         whole = start // KEYS * KEYS
         for first in range(begin, whole, KEYS):
             dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
@@ -1547,7 +1564,7 @@ if triton is not None:
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
             dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                             COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
-        dq += 2.0 * (dq_re - _turned(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
+        dq = 2.0 * (dq_re - _turned(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
         q = q.to(tl.float32)
         dq = (dq - q * (tl.sum(q * dq, 1) / square)[:, None]) * power[:, None]  # |q| has no effect
         _store_tile(dq_ptr + g.to(tl.int64) * T * COLUMNS, dq, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
@@ -1568,7 +1585,7 @@ if triton is not None:
     @triton.jit
     def _born_key_kernel(k_ptr, v_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, states_ptr, dk_ptr, dv_ptr, G, H, T, k_batch, k_head,
                          k_row, v_batch, v_head, v_row, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-                         WIDTH: tl.constexpr, BLOCK: tl.constexpr = 0, CHUNK: tl.constexpr = 0):  # fmt: skip
+                         WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
         """dL/dk and dL/dv of KEYS keys; the queries come in tiles of QUERIES, which divides KEYS. If there are states, these are
         dL/dS after each chunk, in the place of the queries of later ones."""
         g, start = tl.program_id(0) % G, tl.program_id(0) // G * KEYS  # the longest first
@@ -1584,16 +1601,18 @@ if triton is not None:
         v = _load_tile(_head(v_ptr, g, H, v_batch, v_head), start, v_row, T, COLUMNS, KEYS, WIDTH, False)
         turned = _operand(-_turned(k, KEYS, WIDTH), k_ptr)
         dk_re, dk_im = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
-        dv, dk, end = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32), padded
+        dv, end = tl.zeros((KEYS, WIDTH), tl.float32), padded
         if states_ptr is not None:
             end = tl.minimum(start // CHUNK * CHUNK + CHUNK, padded)
             state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
             for m in range(0, COLUMNS // 2, BLOCK):
-                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                S, _ = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
                 phi = _born_features(k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)[4]
                 dv += _dot_fine(phi, S, k_ptr)
-                dphi = _dot_fine(v.to(tl.float32), tl.trans(S), k_ptr) + z[None, :]
-                dk += _born_features_backward(dphi, k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
+            for m in range(0, COLUMNS // 2, BLOCK):  # apart, as the registers do not hold both
+                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                dphi = _dot_fine(v, tl.trans(S), k_ptr) + z[None, :]
+                dk_re += _born_features_backward(dphi, k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
         for first in range(start, start + KEYS, QUERIES):
             dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
                                               QUERIES, KEYS, WIDTH, False)  # fmt: skip
@@ -1602,7 +1621,7 @@ if triton is not None:
                                               QUERIES, KEYS, WIDTH, True)  # fmt: skip
             later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
         dfloor += tl.sum(later, 0)
-        dk += 2.0 * (dk_re + _turned(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
+        dk = 2.0 * (dk_re + _turned(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
         _store_tile(dk_ptr + g.to(tl.int64) * T * COLUMNS, dk, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
         _store_tile(dv_ptr + g.to(tl.int64) * T * COLUMNS, dv, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
 
@@ -1614,14 +1633,13 @@ def _rows_of_pairs(x):
 
 
 def _born_sizes(x, linear):
-    """B H, H and T; programs; and the sizes of tiles where queries are held, then where keys are."""
+    """B H, H and T; programs; and the constants of kernels where queries are held, then where keys are."""
     B, H, T, N, _ = x.shape
     width = max(16, 1 << (2 * N - 1).bit_length())
     shrink = (2 if x.dtype == torch.float32 else 1) * max(1, width // 32)  # so that all stays in registers
     rows, keys, queries = (max(16, x // shrink) for x in BORN_TILE)
-    pairs = {"COLUMNS": 2 * N, "WIDTH": width}
-    if linear:
-        pairs |= {"BLOCK": min(width // 2, max(1, BORN_FEATURES // shrink // (width // 2))), "CHUNK": BORN_SPAN}
+    block = min(width // 2, max(1, BORN_FEATURES // shrink // (width // 2)))
+    pairs = {"COLUMNS": 2 * N, "WIDTH": width, "BLOCK": block if linear else 0, "CHUNK": BORN_SPAN if linear else 0}
     held = pairs | {"QUERIES": rows, "KEYS": keys}, pairs | {"QUERIES": queries, "KEYS": rows}
     return (B * H, H, T), B * H * -(-T // rows), *held
 
@@ -1632,6 +1650,7 @@ def _born_states(x, y, shift, floor, S, numbers, strides, sizes):
     chunks, size = -(-T // BORN_SPAN), N * N * (2 * N + 1)
     states = x.new_empty(G, chunks + 1, size, dtype=torch.float32)
     sizes = {"ROWS" if key == "KEYS" else key: n for key, n in sizes.items() if key != "QUERIES"}
+    sizes["BLOCK"] = min(2 * sizes["BLOCK"], sizes["WIDTH"] // 2)  # there is room for more
     _launch(_born_state_kernel, G * chunks * -(-N // sizes["BLOCK"]), x, y, shift, floor, states,
             *numbers, *strides, **sizes)  # fmt: skip
     _launch(_born_prefix_kernel, G * -(-size // 512), states, S, G, chunks,
@@ -1705,7 +1724,7 @@ _triton_born.register_autograd(_triton_born_vjp, setup_context=_triton_born_setu
 
 
 def _pack(S):
-    """A state (B, H, N^2, 2N+1) in the order of the Triton kernels: values in pairs, then the masses; (B H, numbers)."""
+    """A state (B, H, N^2, 2N+1) as the Triton kernels keep it, (B H, N^2 (2N+1))."""
     return torch.cat((torch.stack(S[..., :-1].chunk(2, -1), -1).flatten(2), S[..., -1]), -1).flatten(0, 1)
 
 
@@ -1770,7 +1789,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
         backend: None, "torch", "triton" or "reference" (complex128, no state), as above. Triton has the quadratic form of
-            a sequence from its beginning, which "auto" takes at any T; with a state, or "linear", the torch path runs.
+            a sequence from its beginning, and for N up to 32 the linear form; for the rest the torch path runs.
 
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
@@ -1789,8 +1808,9 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
             raise ValueError("backend='reference' takes no state; give it the whole sequence")
         return born_attention_reference(q, k, v), (None, k, v)
     (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
-    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, backend))
-    on_triton = backend == "triton" and (linear or state is None)
+    both = backend == "triton" and state is None  # where Triton has the two forms
+    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, both))
+    on_triton = backend == "triton" and (N <= BORN_WIDEST if linear else state is None)
     q, k, v = _autocast(q, k, v) if on_triton else (_unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype))
     if state is not None:
         S, k_before, v_before = born_fold(state)
@@ -2541,7 +2561,10 @@ COMPILED = (
         (1, 2),  # dt, A
         ("TIME", "CHANNELS", "WIDTH"),
     ),
-    ("born_attention, quadratic", born_attention, ((1, 16, 1024, 16, 2),) * 3, (), ()),
+    *(
+        (f"born_attention, {method}", partial(born_attention, method=method), ((1, 16, 1024, 16, 2),) * 3, (), ())
+        for method in ("quadratic", "linear")
+    ),
     (
         "phase_memory",
         phase_memory,
@@ -2603,7 +2626,7 @@ def compiled(target, dtype):
             dtypes = [torch.float32 if i in float32 else dtype for i in range(len(shapes))]
             leaves = [torch.zeros(shape, dtype=d, requires_grad=True) for shape, d in zip(shapes, dtypes)]
             function(*leaves, backend="triton")[0].sum().backward()
-            launches = {(k.__name__, *c.values(), len(a)): (k, a, c) for k, a, c in _recorded}
+            launches = {(k.__name__, *c.values(), *(x is None for x in a)): (k, a, c) for k, a, c in _recorded}
         finally:
             _recorded = None
         for kernel, args, constants in launches.values():
