@@ -5933,7 +5933,7 @@ def test_readme_tables_of_tasks_are_what_the_logs_say():
 def test_readme_instruction_counts_are_those_of_the_log():
     log = (ROOT / "results/kernels_static.md").read_text()
     found = re.search(r"N = 16\) takes ([\d.]+) .* and ([\d.]+) .* takes ([\d.]+)\s+and ([\d.]+),", README)
-    rows = re.findall(r"`_?(born_forward|softmax)_kernel` .*\| ([\d.]+) \|", log)
+    rows = re.findall(r"(?:quadratic|softmax) \| `_?(born_forward|softmax)_kernel` .*\| ([\d.]+) \|", log)
     assert rows == [(name, found[i]) for name, i in zip(("born_forward", "softmax") * 2, (1, 3, 2, 4))]
 
 
@@ -6035,7 +6035,7 @@ def test_triton_born_equals_reference(T, N, tile, small_products, monkeypatch):
         (7, 3, ()),
         (63, 2, (20,)),
         (64, 9, ()),
-        (65, 5, (64,)),
+        (65, 5, ()),
         (140, 3, (70, 139)),
         (257, 16, ()),
     ],
@@ -6047,7 +6047,7 @@ def test_triton_linear_born_equals_reference(T, N, cuts, small_products, monkeyp
         monkeypatch.setattr(kernels, "BORN_FEATURES", 64)
     function = partial(born_triton_linear, cuts=cuts)
     monkeypatch.setattr(kernels, "_born_sum", None)  # the torch path
-    heads = 2 if T < 64 else 1
+    heads = 2 if T < 100 else 1
     inputs = born_inputs(2 if T == 7 else 1, heads, T, N)
     assert triton_errors(function, inputs, strided=T % 2 == 1, twice=T in (7, 140)) < 1e-5
 
