@@ -6133,6 +6133,15 @@ def test_triton_born_at_extreme_scores(function, small_products):
     o = function(first.float(), second.float(), v.float(), backend="triton")[0]
     assert (o.double() - (w := kernels.born_attention_reference(first, second, v))).abs().max() < bound * w.abs().max()
     assert triton_errors(function, (first, second, v), floor=1e-3) < bound
+    if (
+        function is born_triton_linear
+    ):  # the floor of a past in the state, and alone in the gradient of coordinates that q lacks
+        assert triton_errors(partial(function, cuts=(64,)), (first, second, v), floor=1e-3) < bound
+
+        def lacking(q, k, v, backend):
+            return function(q, torch.cat((second[..., :1, :].to(k), k), -2), v, backend)
+
+        assert triton_errors(lacking, (first, second[..., 1:, :], v), floor=1e-3) < bound
 
 
 @needs_triton
