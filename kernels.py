@@ -41,6 +41,7 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -1080,9 +1081,10 @@ BORN_FLOOR = 1e-6
 TINY = 1e-30
 
 
-def _linear_is_faster(T, N):
-    """Measured on a CPU, forward and backward: quadratic costs about T N a token, linear N^3, with a share for the chunks."""
-    return T >= max(384, 3 * N * N)
+def _linear_is_faster(T, N, triton):
+    """Quadratic costs about T N a token, linear N^3, with a share for the chunks. Measured on a CPU, forward and backward; of the
+    Triton kernels the instructions were counted (results/kernels_static.md), nothing was measured."""
+    return T >= max(2048, 16 * N * N) and N <= BORN_WIDEST if triton else T >= max(384, 3 * N * N)
 
 
 def _unit(q):
@@ -1236,10 +1238,19 @@ _born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
 # With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what dL/dQ_i
 # has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16, whose exponents
 # hold a square, and summed in float32.
+#
+# The linear form is the same kernels, with keys, and in the pass for k and v queries, of one span of tokens only. What is before
+# the span is in its state S = sum_j phi(k_j) u_j^T, what comes after it in dL/dS = sum_i phi(Q_i) (G_i, -G_i . o_i)^T, where the
+# floor stands as a gradient of the masses of |k_n|^2, the last column. `_born_state_kernel` makes the summands span by span, for
+# all of them at once, `_born_prefix_kernel` the sums. phi never reaches memory; a state is float32: its values in pairs, then its
+# masses. As the features are signed and cancel, their products keep 16 bits of each factor, and the masses all 24.
 
 # Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries likewise.
 # For bfloat16 and N up to 16; less for more.
 BORN_TILE = 64, 64, 32
+BORN_FEATURES = 32  # that are formed at a time, likewise
+BORN_SPAN = 256  # tokens between two states of the linear form: whole tiles, and whole chunks of born_fold
+BORN_WIDEST = 32  # N of the linear form; beyond that its tiles leave the registers, and PyTorch takes it
 
 if triton is not None:
     INTERPRETED = tl.constexpr(
@@ -1290,6 +1301,17 @@ if triton is not None:
         return tl.dot(x, y, input_precision="ieee")
 
     @triton.jit
+    def _dot_fine(x, y, ptr):
+        """x y for float32 y; beside half precision at ptr with each float32 number as the sum of two of bfloat16."""
+        if ptr.dtype.element_ty == tl.float32 or (INTERPRETED and x.dtype == tl.float32):
+            return tl.dot(x, y.to(tl.float32), input_precision="ieee")
+        elif x.dtype == tl.float32:
+            return tl.dot(x, y.to(tl.float32), input_precision="bf16x3")
+        else:
+            high = _operand(y, ptr)
+            return _dot(x, high) + _dot(x, _operand(y - high.to(tl.float32), ptr))
+
+    @triton.jit
     def _turned(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
         """i x for rows of pairs."""
         re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
@@ -1307,12 +1329,16 @@ if triton is not None:
         return _operand(q, q_ptr), tl.where(square == 0.0, 1.0, square), power
 
     @triton.jit
-    def _born_mass_kernel(k_ptr, mass_ptr, H, T, k_batch, k_head, k_row,
+    def _born_mass_kernel(k_ptr, S_ptr, mass_ptr, H, T, k_batch, k_head, k_row,
                           COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-        """sum_{j<=i} |k_j|^2 of one head."""
+        """sum_{j<=i} |k_j|^2 of one head, on from the masses of the features (n, n) of S, if there is one."""
         g = tl.program_id(0)
         k_ptr = _head(k_ptr, g, H, k_batch, k_head)
         before = 0.0
+        if S_ptr is not None:
+            N: tl.constexpr = COLUMNS // 2
+            n, masses = tl.arange(0, WIDTH), S_ptr + g.to(tl.int64) * N * N * (COLUMNS + 1) + N * N * COLUMNS
+            before = tl.sum(tl.load(masses + n * (N + 1), mask=n < N, other=0.0), 0)
         for first in range(0, T, ROWS):
             pointers, mask = _tile(k_ptr, first, k_row, T, COLUMNS, ROWS, WIDTH)
             k = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -1320,6 +1346,110 @@ if triton is not None:
             t = first + tl.arange(0, ROWS)
             tl.store(mass_ptr + g.to(tl.int64) * T + t, before + tl.cumsum(square, 0), mask=t < T)
             before += tl.sum(square, 0)
+
+    @triton.jit
+    def _born_features(x, x_ptr, first, stride, T, m, power, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                       BLOCK: tl.constexpr):  # fmt: skip
+        """The factors of the features (m, n) of the rows x, which lie at x_ptr and have been multiplied by power: x_m (ROWS, BLOCK,
+        1) and x_n (ROWS, 1, WIDTH / 2), each as real and imaginary part; and the features, (ROWS, BLOCK * WIDTH / 2)."""
+        rows, ms = tl.arange(0, ROWS)[:, None], m + tl.arange(0, BLOCK)[None, :]
+        pointers, mask = x_ptr + tl.cast(first, tl.int64) * stride + (rows * stride + 2 * ms), first + rows < T
+        mask &= 2 * ms < COLUMNS
+        m_re = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        m_im = tl.load(pointers + 1, mask=mask, other=0.0).to(tl.float32)
+        if power is not None:
+            m_re, m_im = m_re * power[:, None], m_im * power[:, None]
+        m_re, m_im = _operand(m_re, x_ptr).to(tl.float32), _operand(m_im, x_ptr).to(tl.float32)
+        m_re, m_im = m_re[:, :, None], m_im[:, :, None]
+        re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
+        re, im = re[:, None, :], im[:, None, :]
+        lower, scale = _born_triangle(m, WIDTH, BLOCK)
+        phi = scale * tl.where(lower, m_re * re + m_im * im, m_im * re - m_re * im)
+        return m_re, m_im, re, im, tl.reshape(phi, (ROWS, BLOCK * (WIDTH // 2)))
+
+    @triton.jit
+    def _born_triangle(m, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+        """Which of the features (m, n) are of Re x x^*, not of Im x x^*, and the factor of each."""
+        m, n = m + tl.arange(0, BLOCK)[None, :, None], tl.arange(0, WIDTH // 2)[None, None, :]
+        return n <= m, tl.where(n == m, 1.0, 1.4142135623730951)
+
+    @triton.jit
+    def _born_features_backward(grad, x, x_ptr, first, stride, T, m, power, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+                                WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        """Half of what dL/dphi of the features (m, n) adds to dL/dx."""
+        m_re, m_im, re, im, _ = _born_features(x, x_ptr, first, stride, T, m, power, COLUMNS, ROWS, WIDTH, BLOCK)
+        lower, scale = _born_triangle(m, WIDTH, BLOCK)
+        grad = scale * tl.reshape(grad, (ROWS, BLOCK, WIDTH // 2))
+        symmetric, skew, diagonal = tl.where(lower, grad, 0.0), tl.where(lower, 0.0, grad), scale == 1.0
+        dm_re, dm_im = tl.sum(symmetric * re - skew * im, 2), tl.sum(symmetric * im + skew * re, 2)
+        dn_re = tl.sum(symmetric * m_re + skew * m_im + tl.where(diagonal, dm_re[:, :, None], 0.0), 1)
+        dn_im = tl.sum(symmetric * m_im - skew * m_re + tl.where(diagonal, dm_im[:, :, None], 0.0), 1)
+        return 0.5 * tl.reshape(tl.join(dn_re, dn_im), (ROWS, WIDTH))
+
+    @triton.jit
+    def _born_state_at(m, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+        """Where the values and the masses of the features (m, n) are in a state, and which of them there are."""
+        N: tl.constexpr = COLUMNS // 2
+        feature, columns = tl.arange(0, BLOCK * (WIDTH // 2)), tl.arange(0, WIDTH)[None, :]
+        m, n = m + feature // (WIDTH // 2), feature % (WIDTH // 2)
+        mask, feature = (m < N) & (n < N), m * N + n
+        values, mass = feature[:, None] * COLUMNS + columns, N * N * COLUMNS + feature
+        return values, mask[:, None] & (columns < COLUMNS), mass, mask, m == n
+
+    @triton.jit
+    def _born_load_state(ptr, m, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+        values, values_mask, mass, mass_mask, _ = _born_state_at(m, COLUMNS, WIDTH, BLOCK)
+        return tl.load(ptr + values, mask=values_mask, other=0.0), tl.load(ptr + mass, mask=mass_mask, other=0.0)
+
+    @triton.jit
+    def _born_state_kernel(x_ptr, y_ptr, shift_ptr, floor_ptr, states_ptr, G, H, T, x_batch, x_head, x_row, y_batch, y_head, y_row,
+                           COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                           CHUNK: tl.constexpr):  # fmt: skip
+        """What a chunk adds to a block of the state: sum_i phi(x_i) (y_i, 1)^T for keys and values. For Q and G it is
+        sum_i phi(Q_i) (G_i, -shift_i)^T, and the gradient of the floor for the masses of |k_n|^2."""
+        BLOCKS: tl.constexpr = (COLUMNS // 2 + BLOCK - 1) // BLOCK
+        g, chunk, m = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS * BLOCK
+        x_ptr, y_ptr = _head(x_ptr, g, H, x_batch, x_head), _head(y_ptr, g, H, y_batch, y_head)
+        values, values_mask, mass, mass_mask, diagonal = _born_state_at(m, COLUMNS, WIDTH, BLOCK)
+        S, z = tl.zeros((BLOCK * (WIDTH // 2), WIDTH), tl.float32), tl.zeros((BLOCK * (WIDTH // 2),), tl.float32)
+        dfloor = tl.zeros((ROWS,), tl.float32)
+        for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), ROWS):
+            x = _load_tile(x_ptr, first, x_row, T, COLUMNS, ROWS, WIDTH, False)
+            phi = _born_features(x, x_ptr, first, x_row, T, m, None, COLUMNS, ROWS, WIDTH, BLOCK)[4]
+            y = _load_tile(y_ptr, first, y_row, T, COLUMNS, ROWS, WIDTH, False)
+            S += _dot_fine(tl.trans(phi), y, x_ptr)
+            if shift_ptr is not None:
+                t = first + tl.arange(0, ROWS)
+                phi *= -tl.load(shift_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)[:, None]
+                dfloor += tl.load(floor_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)
+            z += tl.sum(phi, 0)
+        SIZE: tl.constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
+        states_ptr += (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + chunk) * SIZE
+        tl.store(states_ptr + values, S, mask=values_mask)
+        tl.store(states_ptr + mass, z + tl.where(diagonal, tl.sum(dfloor, 0), 0.0), mask=mass_mask)
+
+    @triton.jit
+    def _born_prefix_kernel(states_ptr, S_ptr, G, chunks, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                            REVERSE: tl.constexpr):  # fmt: skip
+        """From what each chunk adds, in place: the state before each chunk and, in the last place, after all. With REVERSE, dL/dS
+        after each chunk and, in the last place, before all."""
+        g, at = tl.program_id(0) % G, tl.program_id(0) // G * BLOCK + tl.arange(0, BLOCK)
+        states_ptr += g.to(tl.int64) * (chunks + 1) * SIZE + at
+        S = tl.zeros((BLOCK,), tl.float32)
+        if S_ptr is not None:
+            S = tl.load(S_ptr + g.to(tl.int64) * SIZE + at, mask=at < SIZE)
+        for n in range(chunks):
+            pointers = states_ptr + tl.cast(chunks - 1 - n if REVERSE else n, tl.int64) * SIZE
+            more = tl.load(pointers, mask=at < SIZE)
+            tl.store(pointers, S, mask=at < SIZE)
+            S += more
+        tl.store(states_ptr + tl.cast(chunks, tl.int64) * SIZE, S, mask=at < SIZE)
+
+    @triton.jit
+    def _born_state_of(states_ptr, g, T, start, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+        """The state of head g for the chunk of row `start`."""
+        SIZE: tl.constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
+        return states_ptr + (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + start // CHUNK) * SIZE
 
     @triton.jit
     def _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
@@ -1334,17 +1464,33 @@ if triton is not None:
         return numerator + _dot(w, v), weights + w
 
     @triton.jit
-    def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch, k_head,
-                             k_row, v_batch, v_head, v_row, floor, tiny, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
-                             KEYS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, states_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch,
+                             k_head, k_row, v_batch, v_head, v_row, floor, tiny, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
+                             KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                             CHUNK: tl.constexpr):  # fmt: skip
+        """o and d. If there are states, the keys are those of the chunk, and the past before is in its state."""
         g = tl.program_id(0) % G
         start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES  # the longest first
-        q, square, _ = _born_query(_head(q_ptr, g, H, q_batch, q_head), start, q_row, T, COLUMNS, QUERIES, WIDTH)
+        q_ptr = _head(q_ptr, g, H, q_batch, q_head)
+        q, square, power = _born_query(q_ptr, start, q_row, T, COLUMNS, QUERIES, WIDTH)
         turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         numerator, weights = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, KEYS), tl.float32)
+        begin = 0
+        if states_ptr is not None:
+            begin = start // CHUNK * CHUNK
+            masses = tl.zeros((QUERIES, BLOCK * (WIDTH // 2)), tl.float32)
+            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            for m in range(0, COLUMNS // 2, BLOCK):
+                phi = _born_features(q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)[4]
+                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                numerator += _dot_fine(phi, S, q_ptr)
+                masses += phi * z[None, :]
+            weights += tl.where(
+                tl.arange(0, KEYS)[None, :] == 0, tl.sum(masses, 1)[:, None], 0.0
+            )  # with the first key's
         whole = start // KEYS * KEYS  # every query sees every key before
-        for first in range(0, whole, KEYS):
+        for first in range(begin, whole, KEYS):
             numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                                     COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
@@ -1371,16 +1517,17 @@ if triton is not None:
         return dq_re + _dot(re * dw, k), dq_im + _dot(im * dw, k)
 
     @triton.jit
-    def _born_query_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, G, H, T,
-                           q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head, grad_row,
-                           floor, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-                           WIDTH: tl.constexpr):  # fmt: skip
+    def _born_query_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, states_ptr, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, G,
+                           H, T, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, grad_batch, grad_head,
+                           grad_row, floor, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+                           WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
         """dL/dq; and for the pass for k and v, row by row: Q, G, G . o and the gradient of the floor, padded with zeros to whole
         tiles."""
         blocks = tl.cdiv(T, QUERIES)
         g = tl.program_id(0) % G
         start = (blocks - 1 - tl.program_id(0) // G) * QUERIES
-        q, square, power = _born_query(_head(q_ptr, g, H, q_batch, q_head), start, q_row, T, COLUMNS, QUERIES, WIDTH)
+        q_ptr = _head(q_ptr, g, H, q_batch, q_head)
+        q, square, power = _born_query(q_ptr, start, q_row, T, COLUMNS, QUERIES, WIDTH)
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         d = tl.load(d_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
         pointers, mask = _tile(
@@ -1400,8 +1547,18 @@ if triton is not None:
         turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
+        begin = 0
+        if states_ptr is not None:
+            begin = start // CHUNK * CHUNK
+            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            for m in range(0, COLUMNS // 2, BLOCK):
+                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                dphi = _dot_fine(grad, tl.trans(S), q_ptr) - shift[:, None] * z[None, :]
+                dq_re += _born_features_backward(
+                    dphi, q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK
+                )
         whole = start // KEYS * KEYS
-        for first in range(0, whole, KEYS):
+        for first in range(begin, whole, KEYS):
             dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                             COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
@@ -1426,10 +1583,11 @@ if triton is not None:
         return dk_re + _dot(re * dw, q), dk_im + _dot(im * dw, q), dv + _dot(w, grad)
 
     @triton.jit
-    def _born_key_kernel(k_ptr, v_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, dk_ptr, dv_ptr, G, H, T, k_batch, k_head, k_row,
-                         v_batch, v_head, v_row, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-                         WIDTH: tl.constexpr):  # fmt: skip
-        """dL/dk and dL/dv of KEYS keys; the queries come in tiles of QUERIES, which divides KEYS."""
+    def _born_key_kernel(k_ptr, v_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, states_ptr, dk_ptr, dv_ptr, G, H, T, k_batch, k_head,
+                         k_row, v_batch, v_head, v_row, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+                         WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+        """dL/dk and dL/dv of KEYS keys; the queries come in tiles of QUERIES, which divides KEYS. If there are states, these are
+        dL/dS after each chunk, in the place of the queries of later ones."""
         g, start = tl.program_id(0) % G, tl.program_id(0) // G * KEYS  # the longest first
         padded = tl.cdiv(T, KEYS) * KEYS
         row = g.to(tl.int64) * padded
@@ -1438,15 +1596,27 @@ if triton is not None:
         from_floor = tl.where(here[:, None] >= here[None, :], tl.load(floor_ptr + start + here)[:, None], 0.0)
         dfloor, later = tl.sum(from_floor, 0), tl.zeros((QUERIES,), tl.float32)  # sum_{i>=j} dL/dfloor_i, in two parts
 
-        k = _load_tile(_head(k_ptr, g, H, k_batch, k_head), start, k_row, T, COLUMNS, KEYS, WIDTH, False)
+        k_ptr = _head(k_ptr, g, H, k_batch, k_head)
+        k = _load_tile(k_ptr, start, k_row, T, COLUMNS, KEYS, WIDTH, False)
         v = _load_tile(_head(v_ptr, g, H, v_batch, v_head), start, v_row, T, COLUMNS, KEYS, WIDTH, False)
         turned = _operand(-_turned(k, KEYS, WIDTH), k_ptr)
         dk_re, dk_im = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
-        dv = tl.zeros((KEYS, WIDTH), tl.float32)
+        dv, end = tl.zeros((KEYS, WIDTH), tl.float32), padded
+        if states_ptr is not None:
+            end = tl.minimum(start // CHUNK * CHUNK + CHUNK, padded)
+            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            for m in range(0, COLUMNS // 2, BLOCK):
+                S, _ = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                phi = _born_features(k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)[4]
+                dv += _dot_fine(phi, S, k_ptr)
+            for m in range(0, COLUMNS // 2, BLOCK):  # apart, as the registers do not hold both
+                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                dphi = _dot_fine(v, tl.trans(S), k_ptr) + z[None, :]
+                dk_re += _born_features_backward(dphi, k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
         for first in range(start, start + KEYS, QUERIES):
             dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
                                               QUERIES, KEYS, WIDTH, False)  # fmt: skip
-        for first in range(start + KEYS, padded, QUERIES):
+        for first in range(start + KEYS, end, QUERIES):
             dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
                                               QUERIES, KEYS, WIDTH, True)  # fmt: skip
             later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
@@ -1462,68 +1632,105 @@ def _rows_of_pairs(x):
     return x, x.stride()[:3]
 
 
-def _born_sizes(x):
-    """B H, H and T; programs; and the sizes of tiles where queries are held, then where keys are."""
+def _born_sizes(x, linear):
+    """B H, H and T; programs; and the constants of kernels where queries are held, then where keys are."""
     B, H, T, N, _ = x.shape
     width = max(16, 1 << (2 * N - 1).bit_length())
     shrink = (2 if x.dtype == torch.float32 else 1) * max(1, width // 32)  # so that all stays in registers
     rows, keys, queries = (max(16, x // shrink) for x in BORN_TILE)
-    pairs = {"COLUMNS": 2 * N, "WIDTH": width}
+    block = min(width // 2, max(1, BORN_FEATURES // shrink // (width // 2)))
+    pairs = {"COLUMNS": 2 * N, "WIDTH": width, "BLOCK": block if linear else 0, "CHUNK": BORN_SPAN if linear else 0}
     held = pairs | {"QUERIES": rows, "KEYS": keys}, pairs | {"QUERIES": queries, "KEYS": rows}
     return (B * H, H, T), B * H * -(-T // rows), *held
 
 
+def _born_states(x, y, shift, floor, S, numbers, strides, sizes):
+    """(B H, chunks + 1, numbers of a state): see `_born_prefix_kernel`."""
+    (G, _, T), N = numbers, sizes["COLUMNS"] // 2
+    chunks, size = -(-T // BORN_SPAN), N * N * (2 * N + 1)
+    states = x.new_empty(G, chunks + 1, size, dtype=torch.float32)
+    sizes = {"ROWS" if key == "KEYS" else key: n for key, n in sizes.items() if key != "QUERIES"}
+    sizes["BLOCK"] = min(2 * sizes["BLOCK"], sizes["WIDTH"] // 2)  # there is room for more
+    _launch(_born_state_kernel, G * chunks * -(-N // sizes["BLOCK"]), x, y, shift, floor, states,
+            *numbers, *strides, **sizes)  # fmt: skip
+    _launch(_born_prefix_kernel, G * -(-size // 512), states, S, G, chunks,
+            SIZE=size, BLOCK=512, REVERSE=shift is not None)  # fmt: skip
+    return states
+
+
 @custom_op("nanohilbert::triton_born", mutates_args=())
-def _triton_born(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """o and, for the backward, d."""
-    (G, H, T), programs, sizes, _ = _born_sizes(q)
+def _triton_born(q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, linear: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """o; for the backward d; and of the linear form the states before each chunk."""
+    numbers, programs, sizes, _ = _born_sizes(q, linear)
     (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (q, k, v))
     o, d = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
     mass = torch.empty_like(d)
-    _launch(_born_mass_kernel, G, k, mass, H, T, *k_strides,
+    states = _born_states(k, v, None, None, S, numbers, (*k_strides, *v_strides), sizes) if linear else None
+    _launch(_born_mass_kernel, numbers[0], k, S, mass, *numbers[1:], *k_strides,
             COLUMNS=sizes["COLUMNS"], ROWS=sizes["KEYS"], WIDTH=sizes["WIDTH"])  # fmt: skip
-    _launch(_born_forward_kernel, programs, q, k, v, mass, o, d, G, H, T,
+    _launch(_born_forward_kernel, programs, q, k, v, mass, states, o, d, *numbers,
             *q_strides, *k_strides, *v_strides, BORN_FLOOR, TINY, **sizes)  # fmt: skip
-    return o, d
+    return o, d, d.new_empty(0) if states is None else states
 
 
 @custom_op("nanohilbert::triton_born_backward", mutates_args=())
 def _triton_born_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, d: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    (G, H, T), programs, query_sizes, key_sizes = _born_sizes(q)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, o: Tensor, d: Tensor, states: Tensor, linear: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numbers, programs, query_sizes, key_sizes = _born_sizes(q, linear)
     (grad, grad_strides), (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (grad, q, k, v))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     rows = d.new_empty(2, programs * query_sizes["QUERIES"])  # G . o, and the gradient of the floor
     dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     pairs = rows.new_empty(2, rows.shape[1], query_sizes["WIDTH"], dtype=dtype)  # Q and G
-    _launch(_born_query_kernel, programs, q, k, v, grad, o, d, dq, *pairs, *rows, G, H, T,
+    _launch(_born_query_kernel, programs, q, k, v, grad, states if linear else None, o, d, dq, *pairs, *rows, *numbers,
             *q_strides, *k_strides, *v_strides, *grad_strides, BORN_FLOOR, **query_sizes)  # fmt: skip
-    _launch(_born_key_kernel, programs, k, v, *pairs, *rows, dk, dv, G, H, T,
+    ends = None
+    if linear:
+        G, H, _ = numbers
+        T, width = rows.shape[1] // G, query_sizes["WIDTH"]
+        ends = _born_states(*pairs, *rows, None, (G, H, T), 2 * (H * T * width, T * width, width), query_sizes)
+    _launch(_born_key_kernel, programs, k, v, *pairs, *rows, ends, dk, dv, *numbers,
             *k_strides, *v_strides, **key_sizes)  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, d.new_empty(0) if S is None else ends[:, -1].clone()
 
 
 @_triton_born.register_fake
-def _(q, k, v):
-    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(q, k, v, S, linear):
+    N, chunks = q.shape[3], -(-q.shape[2] // BORN_SPAN)
+    states = (q.shape[0] * q.shape[1], chunks + 1, N * N * (2 * N + 1)) if linear else (0,)
+    return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, q.shape[:3], states))
 
 
 @_triton_born_backward.register_fake
-def _(grad, q, k, v, o, d):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _(grad, q, k, v, S, o, d, states, linear):
+    return *(x.new_empty(x.shape) for x in (q, k, v)), d.new_empty((0,) if S is None else S.shape)
 
 
 def _triton_born_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no zeros for d, which nobody differentiates
-    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)  # no zeros for d and the states, which nobody differentiates
+    ctx.linear = inputs[4]
+    ctx.save_for_backward(*inputs[:4], *output)
 
 
-def _triton_born_vjp(ctx, grad, _):
-    return (None, None, None) if grad is None else _triton_born_backward(grad, *ctx.saved_tensors)
+def _triton_born_vjp(ctx, grad, *_):
+    if grad is None:
+        return None, None, None, None, None
+    *grads, dS = _triton_born_backward(grad, *ctx.saved_tensors, ctx.linear)
+    return *grads, None if ctx.saved_tensors[3] is None else dS, None
 
 
 _triton_born.register_autograd(_triton_born_vjp, setup_context=_triton_born_setup)
+
+
+def _pack(S):
+    """A state (B, H, N^2, 2N+1) as the Triton kernels keep it, (B H, N^2 (2N+1))."""
+    return torch.cat((torch.stack(S[..., :-1].chunk(2, -1), -1).flatten(2), S[..., -1]), -1).flatten(0, 1)
+
+
+def _unpack(S, B, H, N):
+    values, mass = S.split((2 * N**3, N * N), -1)
+    return torch.cat((*values.view(B, H, N * N, N, 2).unbind(-1), mass.view(B, H, N * N, 1)), -1)
 
 
 def born_fold(state):
@@ -1582,7 +1789,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
         backend: None, "torch", "triton" or "reference" (complex128, no state), as above. Triton has the quadratic form of
-            a sequence from its beginning, which "auto" takes at any T; with a state, or "linear", the torch path runs.
+            a sequence from its beginning, and for N up to 32 the linear form; for the rest the torch path runs.
 
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
@@ -1600,18 +1807,25 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         if state is not None:
             raise ValueError("backend='reference' takes no state; give it the whole sequence")
         return born_attention_reference(q, k, v), (None, k, v)
-    if backend == "triton" and state is None and method != "linear":
-        q, k, v = _autocast(q, k, v)
-        o = _triton_born(q, k, v)[0]
-        return o, _born_state(o, None, k.float(), v.float())
     (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
-    q, k, v = _unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype)
+    both = backend == "triton" and state is None  # where Triton has the two forms
+    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, both))
+    on_triton = backend == "triton" and (N <= BORN_WIDEST if linear else state is None)
+    q, k, v = _autocast(q, k, v) if on_triton else (_unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype))
     if state is not None:
         S, k_before, v_before = born_fold(state)
-        k, v = torch.cat((k_before, k), 2), torch.cat((v_before, v), 2)
+        k, v = torch.cat((k_before.to(k.dtype), k), 2), torch.cat((v_before.to(v.dtype), v), 2)
+    if on_triton:
+        if state is not None:
+            q = F.pad(q, (0, 0, 0, 0, k.shape[2] - T, 0))  # the tokens before ask nothing
+        o, _, states = _triton_born(q, k, v, None if S is None else _pack(S), linear)
+        o, k, v = o[:, :, -T:], k.float(), v.float()
+        if linear and not o.requires_grad:
+            whole = k.shape[2] // BORN_SPAN
+            S, k, v = _unpack(states[:, whole], B, H, N), k[:, :, whole * BORN_SPAN :], v[:, :, whole * BORN_SPAN :]
+        return o, _born_state(o, S, k, v)
     if S is not None:
         mass = S[..., :: N + 1, -1:].sum(-2, keepdim=True)  # the diagonal features, |k_n|^2, of the column of ones
-    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N))
     flat_k, u = _flat(k), _with_one(_flat(v))
     s, _ = _born_sum(*(x.flatten(0, 1) for x in (q, flat_k, u)), None if S is None else S.flatten(0, 1), linear)
     s = s.unflatten(0, (B, H))
@@ -2347,7 +2561,10 @@ COMPILED = (
         (1, 2),  # dt, A
         ("TIME", "CHANNELS", "WIDTH"),
     ),
-    ("born_attention, quadratic", born_attention, ((1, 16, 1024, 16, 2),) * 3, (), ()),
+    *(
+        (f"born_attention, {method}", partial(born_attention, method=method), ((1, 16, 1024, 16, 2),) * 3, (), ())
+        for method in ("quadratic", "linear")
+    ),
     (
         "phase_memory",
         phase_memory,
@@ -2409,7 +2626,7 @@ def compiled(target, dtype):
             dtypes = [torch.float32 if i in float32 else dtype for i in range(len(shapes))]
             leaves = [torch.zeros(shape, dtype=d, requires_grad=True) for shape, d in zip(shapes, dtypes)]
             function(*leaves, backend="triton")[0].sum().backward()
-            launches = {(k.__name__, *c.values(), len(a)): (k, a, c) for k, a, c in _recorded}
+            launches = {(k.__name__, *c.values(), *(x is None for x in a)): (k, a, c) for k, a, c in _recorded}
         finally:
             _recorded = None
         for kernel, args, constants in launches.values():

@@ -6121,7 +6121,7 @@ def test_results_are_what_the_logs_say(program, name, monkeypatch):
 def test_readme_instruction_counts_are_those_of_the_log():
     log = (ROOT / "results/kernels_static.md").read_text()
     found = re.search(r"N = 16\) takes ([\d.]+) .* and ([\d.]+) .* takes ([\d.]+)\s+and ([\d.]+),", README)
-    rows = re.findall(r"`_?(born_forward|softmax)_kernel` .*\| ([\d.]+) \|", log)
+    rows = re.findall(r"(?:quadratic|softmax) \| `_?(born_forward|softmax)_kernel` .*\| ([\d.]+) \|", log)
     assert rows == [(name, found[i]) for name, i in zip(("born_forward", "softmax") * 2, (1, 3, 2, 4))]
 
 
@@ -6142,6 +6142,7 @@ def test_readme_factors_are_what_the_benchmark_printed():
 def small_products(monkeypatch):
     """Tiles of 16, as the interpreter is slow, and NaN in uninitialised memory."""
     monkeypatch.setattr(kernels, "BORN_TILE", (16, 16, 16))
+    monkeypatch.setattr(kernels, "BORN_SPAN", 64)
     monkeypatch.setattr(kernels, "PHASE_TILE", (64, 32, 32))  # a quarter and halves of it in float32
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all() and torch.ones(1).new_empty(3).isnan().all()
@@ -6175,7 +6176,18 @@ def triton_errors(function, inputs, dtype=torch.float32, strided=False, floor=0.
 
 
 def born_triton(q, k, v, backend):
-    return (kernels.born_attention(q, k, v, backend=backend)[0],)
+    return (kernels.born_attention(q, k, v, method="quadratic", backend=backend)[0],)
+
+
+def born_triton_linear(q, k, v, backend, cuts=()):
+    """Cut before these tokens, with the state between."""
+    if backend == "reference":
+        return (kernels.born_attention(q, k, v, backend=backend)[0],)
+    outputs, state = [], None
+    for part in torch.arange(q.shape[2]).tensor_split(cuts):
+        o, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, "linear", backend)
+        outputs.append(o)
+    return (torch.cat(outputs, 2),)
 
 
 @needs_triton
@@ -6203,9 +6215,79 @@ def test_triton_born_equals_reference(T, N, tile, small_products, monkeypatch):
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("T", "N", "cuts"),
+    [
+        (1, 3, ()),
+        (2, 1, ()),
+        (7, 3, ()),
+        (63, 2, (20,)),
+        (64, 9, ()),
+        (65, 5, ()),
+        (140, 3, (70, 139)),
+        (257, 16, ()),
+    ],
+)
+def test_triton_linear_born_equals_reference(T, N, cuts, small_products, monkeypatch):
+    """Value and gradients, also through a state carried on, with one and with several spans before and after it."""
+    if T == 257:
+        monkeypatch.setattr(kernels, "BORN_TILE", (64, 128, 64))  # twice what is used, but for float32 half of it
+        monkeypatch.setattr(kernels, "BORN_FEATURES", 64)
+    function = partial(born_triton_linear, cuts=cuts)
+    monkeypatch.setattr(kernels, "_born_sum", None)  # the torch path
+    heads = 2 if T < 100 else 1
+    inputs = born_inputs(2 if T == 7 else 1, heads, T, N)
+    assert triton_errors(function, inputs, strided=T % 2 == 1, twice=T in (7, 140)) < 1e-5
+
+
+@needs_triton
+def test_triton_linear_born_hands_over_its_state(small_products):
+    """S and the newest tokens as those of the torch path, however the past was cut; with gradients not folded yet."""
+    device = "cpu" if INTERPRETED else "cuda"
+    q, k, v = (x.float().to(device) for x in born_inputs(2, 1, 150, 3))
+    _, (S, *rest) = kernels.born_attention(q, k, v, method="linear", backend="torch")
+    for cuts in ((), (70,), (128, 129)):
+        state = None
+        for part in torch.arange(150).tensor_split(cuts):
+            _, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, "linear", "triton")
+        torch.testing.assert_close(state[0], S, atol=1e-4, rtol=1e-5)
+        assert all(torch.equal(x, y) and x._base is None for x, y in zip(state[1:], rest))
+    given = [x.clone().requires_grad_() for x in state]
+    o, after = kernels.born_attention(q[:, :, :1].requires_grad_(), k[:, :, :1], v[:, :, :1], given, "linear", "triton")
+    assert torch.equal(after[0], given[0]) and after[1].shape[2] == given[1].shape[2] + 1
+    expected = kernels.born_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], given, "linear", "torch")[0]
+    torch.testing.assert_close(o, expected, atol=1e-6, rtol=1e-5)
+    for x, y in zip(*(torch.autograd.grad(y.sin().sum(), given) for y in (o, expected))):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
+
+
+@needs_triton
+def test_triton_linear_born_is_taken_where_it_pays(small_products, monkeypatch):
+    """By "auto" from a counted length on, never beyond the widest N; and compiled as one graph."""
+    picked, real = [], kernels._triton_born
+    monkeypatch.setattr(kernels, "_triton_born", lambda *x: picked.append(x[-1]) or real(*x))
+    rule = kernels._linear_is_faster
+    assert [rule(*x, True) for x in ((4095, 16), (4096, 16), (2048, 4), (10**6, 33))] == [False, True, True, False]
+    monkeypatch.setattr(kernels, "_linear_is_faster", lambda T, N, triton: T >= 5)
+    device = "cpu" if INTERPRETED else "cuda"
+    for T, N in ((4, 2), (5, 2), (5, 33)):
+        kernels.born_attention(*(torch.ones(1, 1, T, N, 2, device=device) for _ in range(3)), backend="triton")
+    assert picked == [False, True]
+    leaves = [x.float().to(device).requires_grad_() for x in born_inputs(1, 1, 70, 2)]
+    runs = []
+    for function in (born_triton_linear, torch.compile(born_triton_linear, backend="aot_eager", fullgraph=True)):
+        o = function(*leaves, "triton")[0]
+        runs.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*runs))
+    torch._dynamo.reset()
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_triton_born_of_half_precision(dtype, small_products):
     assert triton_errors(born_triton, born_inputs(1, 1, 40, 5), dtype, strided=True) < 3e-2
+    cut = partial(born_triton_linear, cuts=(70,))
+    assert triton_errors(cut, born_inputs(1, 1, 130, 5), dtype, strided=True) < 3e-2
     x = [y.to(dtype) for y in born_inputs(1, 1, 3, 2)]
     assert kernels.born_attention(*x, backend="triton")[0].dtype == torch.float32
     large = [y.to(dtype) for y in born_inputs(1, 1, 20, 2)]
@@ -6214,33 +6296,40 @@ def test_triton_born_of_half_precision(dtype, small_products):
 
 
 @needs_triton
-def test_triton_born_at_extreme_scores(small_products):
+@pytest.mark.parametrize("function", [born_triton, born_triton_linear])
+def test_triton_born_at_extreme_scores(function, small_products):
     """The scale of q and k, rows of zeros, and queries nearly orthogonal to all keys, where the floor decides."""
-    q, k, v = born_inputs(1, 1, 33, 4)
-    plain = kernels.born_attention(q.float(), k.float(), v.float(), backend="triton")[0]
+    T, bound = (33, 1e-5) if function is born_triton else (70, 2e-5)
+    q, k, v = born_inputs(1, 1, T, 4)
+    plain = function(q.float(), k.float(), v.float(), backend="triton")[0]
     for scale in (2.0**-100, 2.0**100):
-        assert torch.equal(
-            kernels.born_attention((scale * q).float(), k.float(), v.float(), backend="triton")[0], plain
-        )
+        assert torch.equal(function((scale * q).float(), k.float(), v.float(), backend="triton")[0], plain)
     for scale in (1e-3, 1e3):
-        assert triton_errors(born_triton, (q, scale * k, v), floor=1e-3) < 1e-5
-        assert triton_errors(born_triton, (scale * q, k, v), floor=1e-3) < 1e-5
-    tiny, huge = (
-        kernels.born_attention(q.float(), (s * k).float(), v.float(), backend="triton")[0] for s in (1e-12, 1e12)
-    )
+        assert triton_errors(function, (q, scale * k, v), floor=1e-3) < bound
+        assert triton_errors(function, (scale * q, k, v), floor=1e-3) < bound
+    tiny, huge = (function(q.float(), (s * k).float(), v.float(), backend="triton")[0] for s in (1e-12, 1e12))
     torch.testing.assert_close(tiny.double(), kernels.born_attention_reference(q, k, v), atol=2e-5, rtol=0)
     torch.testing.assert_close(huge, tiny, atol=2e-5, rtol=0)
     zero, none = q.clone(), torch.zeros_like(k)
-    zero[:, :, 5:20] = 0
+    zero[:, :, 5:20] = zero[:, :, -5:] = 0
     none[:, :, 25:] = k[:, :, 25:]
-    assert triton_errors(born_triton, (zero, k, v)) < 1e-5
-    assert triton_errors(born_triton, (q, none, v)) < 1e-5
-    assert (kernels.born_attention(zero.float(), k.float(), v.float(), backend="triton")[0][:, :, 5:20] == 0).all()
+    assert triton_errors(function, (zero, k, v)) < bound
+    assert triton_errors(function, (q, none, v)) < bound
+    assert (function(zero.float(), k.float(), v.float(), backend="triton")[0][:, :, 5:20] == 0).all()
     first, second = torch.zeros_like(q), k.clone()
     first[..., 0, :], second[..., 0, :] = q[..., 0, :], 2e-3 * k[..., 0, :]
-    o = kernels.born_attention(first.float(), second.float(), v.float(), backend="triton")[0]
-    assert (o.double() - (w := kernels.born_attention_reference(first, second, v))).abs().max() < 1e-5 * w.abs().max()
-    assert triton_errors(born_triton, (first, second, v), floor=1e-3) < 1e-5
+    o = function(first.float(), second.float(), v.float(), backend="triton")[0]
+    assert (o.double() - (w := kernels.born_attention_reference(first, second, v))).abs().max() < bound * w.abs().max()
+    assert triton_errors(function, (first, second, v), floor=1e-3) < bound
+    if (
+        function is born_triton_linear
+    ):  # the floor of a past in the state, and alone in the gradient of coordinates that q lacks
+        assert triton_errors(partial(function, cuts=(64,)), (first, second, v), floor=1e-3) < bound
+
+        def lacking(q, k, v, backend):
+            return function(q, torch.cat((second[..., :1, :].to(k), k), -2), v, backend)
+
+        assert triton_errors(lacking, (first, second[..., 1:, :], v), floor=1e-3) < bound
 
 
 @needs_triton
@@ -6303,16 +6392,17 @@ def test_triton_phase_of_half_precision(dtype, small_products, monkeypatch):
 def test_triton_phase_and_born_multiply_in_the_dtype_of_autocast(small_products, monkeypatch):
     """As scaled_dot_product_attention does; without autocast, in float32."""
     dtypes, born, phase = [], kernels._triton_born, kernels._triton_phase
-    monkeypatch.setattr(kernels, "_triton_born", lambda *qkv: (dtypes.extend(x.dtype for x in qkv), born(*qkv))[1])
+    monkeypatch.setattr(kernels, "_triton_born", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), born(*x))[1])
     monkeypatch.setattr(kernels, "_triton_phase", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), phase(*x))[1])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (randn(1, 1, 5, 2, 2, seed=i).float().to(device) for i in range(3))
     for enabled in (True, False):
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
-            o, _ = kernels.born_attention(q, k, v, backend="triton")
+            for method in ("quadratic", "linear"):
+                o, _ = kernels.born_attention(q, k, v, method=method, backend="triton")
             y, S = kernels.phase_memory(q, k, v, torch.zeros(1, 1, 5, device=device), backend="triton")
         assert o.dtype == y.dtype == S.dtype == torch.float32
-    assert dtypes == 6 * [torch.bfloat16] + 6 * [torch.float32]
+    assert dtypes == 9 * [torch.bfloat16] + 9 * [torch.float32]
 
 
 @needs_triton
@@ -6328,7 +6418,8 @@ def test_triton_phase_is_one_node_with_a_gradient_alone(small_products):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
     tests = "test_schema", "test_faketensor", "test_autograd_registration"
     torch.library.opcheck(kernels._triton_phase, (q, k, v, log_gamma, S, False), test_utils=tests)
-    torch.library.opcheck(kernels._triton_born, (q, k, v), test_utils=tests)
+    for linear, S in ((False, None), (True, None), (True, randn(2, 63).float().requires_grad_())):
+        torch.library.opcheck(kernels._triton_born, (q, k, v, S, linear), test_utils=tests)
 
 
 if kernels.triton is not None:
@@ -6425,10 +6516,10 @@ def test_born_and_phase_kernels_keep_to_registers_and_tensor_cores(target, monke
         products = sum(kinds[x] for x in PRODUCTS)
         assert use["STACK"] == use["LOCAL"] == 0, name
         assert use["SHARED"] <= limit, name
-        assert (name == "_born_mass_kernel") != (products > 0), name
+        assert (name in ("_born_mass_kernel", "_born_prefix_kernel")) != (products > 0), name
         assert kinds["FFMA"] < 700, name  # no product on the other units: the least of them would be 64^3 / 128 = 2048
         score = ""
-        if name == "softmax_kernel" or (name.startswith("_born") and products):
+        if name == "softmax_kernel" or (case == "born_attention, quadratic" and products):
             keys = 32 if name == "_born_key_kernel" else 64
             per_score[name] = len(loop[0]) * 128 / (64 * keys)  # the shortest: a tile without a mask
             score = f"{per_score[name]:.1f}"
