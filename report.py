@@ -649,6 +649,33 @@ def plot_gradients(shared, cells, out):
     save_figure(plt, fig, out)
 
 
+def plot_rates(shared, cells, out):
+    """Validation loss at the budget by peak learning rate, a panel a family, points the seeds, into the PNG `out`."""
+    plt = pyplot()
+    found = {}
+    for runs in cells.values():
+        for events in runs.values():
+            model, rate = events[0]["settings"]["model"], events[0]["settings"]["lr"]
+            loss = loss_at(events, shared["steps"])
+            if loss is not None:
+                found.setdefault(model, {}).setdefault(rate, []).append(loss)
+    columns = panels(found)
+    fig, axes = plt.subplots(1, len(columns), figsize=(4.5 * len(columns), 4.2), squeeze=False)
+    for ax, (name, models) in zip(axes[0], columns):
+        for model in models:
+            rates, how = sorted(found[model]), style(found, model)
+            ax.plot(rates, [statistics.fmean(found[model][r]) for r in rates], marker="o", ms=3, **how, label=model)
+            ax.plot(*zip(*[(r, loss) for r in rates for loss in found[model][r]]), "o", ms=3, color=how["color"])
+        ax.set(xlabel="peak learning rate", title=name, xscale="log")
+        ticks = sorted({rate for model in models for rate in found[model]})
+        ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        ax.set_xticks([], minor=True)
+        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes[0][0].set_ylabel(f"validation loss at the budget, {unit(shared['tokens'])}")
+    fig.suptitle(caption(shared, cells), fontsize=10)
+    save_figure(plt, fig, out)
+
+
 def training_report(logs, out=None):
     """Tables of all groups of runs and, into the folder `out`, these and the figures. Returns the tables, and the paths."""
     groups, text, figures = group_runs(logs), [], []
@@ -661,14 +688,18 @@ def training_report(logs, out=None):
         values = {key: corpus if key == "data" else shared.get(key) for key in differ}
         text += ["### " + ", ".join(f"{key} {value}" for key, value in values.items())] * bool(differ)
         text.append(training_tables(shared, cells))
+        rates = len(cells) > len(
+            {events[0]["settings"]["model"] for runs in cells.values() for events in runs.values()}
+        )
         drawn = {
+            "rates": (plot_rates, rates),
             "curves": (plot_curves, True),
             "steps": (plot_steps, targets(cells)[0]),
             "gap": (plot_gap, pairs(cells, val_curve)),
             "gradients": (plot_gradients, all(layer_spread(e) for runs in cells.values() for e in runs.values())),
         }
         for figure, (plot, possible) in drawn.items():
-            if possible:
+            if possible and rates in (False, figure == "rates"):  # a curve for each rate of each model would say little
                 figures.append((plot, shared, cells, run_name(figure, *values.values()) + ".png"))
     in_epochs = [events for events in logs if any(e.get("epoch") for e in events)]
     if in_epochs:

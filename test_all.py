@@ -4516,9 +4516,9 @@ def test_report_keeps_what_differs_apart(program):
     assert "| hmamba, rate 0.01 | 10 |" in out
     assert "| hmamba, rate 0.02 | 1 | 20 | 37 | 50 | 55 | 60 | 2.000 | 2.000 |" in out
     assert "| 0.01 | 1 |" in out  # the constant rate has no end
-    kinds = ["constant-text 00000000", "cosine-text 00000000", "cosine-text 11111111"]
-    assert sorted(os.listdir("figures"))[:3] == [f"curves-{kind}.png" for kind in kinds]
-    assert [f.name for f in Path("figures").glob("gap-*")] == [f"gap-{kinds[1]}.png"]  # the others have one model each
+    names = {"curves-constant-text 00000000.png", "curves-cosine-text 11111111.png", "rates-cosine-text 00000000.png"}
+    assert names < set(os.listdir("figures"))
+    assert not any("curves-cosine-text 0" in name or name.startswith("gap") for name in os.listdir("figures"))
     write_log("twice", "hmamba", [8, 3, 2.5, 2.1], micro=1)
     code, _, err = program(report, "a", "twice")
     assert (code, err) == (2, "error: two runs of hmamba with seed 1: name one of them\n")
