@@ -99,11 +99,11 @@ def _pick(backend, known, *tensors):
 
 
 def _autocast(*tensors):
-    """Under autocast its dtype, which the tensor cores take; as for the inputs of scaled_dot_product_attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    """Under autocast, of either dtype, bfloat16: in that the kernels multiply half precision, and what went through float16
+    before would have the range of one and the digits of the other."""
+    if not torch.is_autocast_enabled(tensors[0].device.type) or all(x.dtype == torch.float16 for x in tensors):
         return tensors
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    return [x.bfloat16() for x in tensors]
 
 
 # Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is changing, and
@@ -1461,7 +1461,8 @@ if triton is not None:
             i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
             w = tl.where(j <= i, w, 0.0)
         v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
-        return numerator + _dot(w, v), weights + w
+        w = w.to(v.dtype)  # in the denominator as in the numerator, so that the weights sum to 1
+        return numerator + _dot(w, v), weights + w.to(tl.float32)
 
     @triton.jit
     def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, states_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch,
@@ -1498,8 +1499,10 @@ if triton is not None:
                                                     COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
-        d = tl.sum(weights, 1) + square * (floor * mass + tiny)
-        tl.store(d_ptr + row + tl.arange(0, QUERIES), d, mask=i < T)
+        total = tl.sum(weights, 1)
+        negative = total < 0.0  # so far the rounding of a state can go; d tells it the backward by its sign
+        d = tl.where(negative, 0.0, total) + square * (floor * mass + tiny)
+        tl.store(d_ptr + row + tl.arange(0, QUERIES), tl.where(negative, -d, d), mask=i < T)
         _store_tile(
             o_ptr + g.to(tl.int64) * T * COLUMNS, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH
         )
@@ -1533,14 +1536,15 @@ if triton is not None:
         pointers, mask = _tile(
             _head(grad_ptr, g, H, grad_batch, grad_head), start, grad_row, T, COLUMNS, QUERIES, WIDTH
         )
-        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / d[:, None]
+        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / tl.abs(d)[:, None]
         grad = _operand(grad, G_ptr)
         pointers, mask = _tile(o_ptr + g.to(tl.int64) * T * COLUMNS, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
         shift = tl.sum(grad.to(tl.float32) * tl.load(pointers, mask=mask, other=0.0), 1)
 
         padded = g.to(tl.int64) * blocks * QUERIES + start
-        tl.store(shift_ptr + padded + tl.arange(0, QUERIES), shift)
         tl.store(floor_ptr + padded + tl.arange(0, QUERIES), -floor * square * shift)
+        shift = tl.where(d < 0.0, 0.0, shift)  # the weights are not in the denominator
+        tl.store(shift_ptr + padded + tl.arange(0, QUERIES), shift)
         _store_tile(Q_ptr, q, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
         _store_tile(G_ptr, grad, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
 
@@ -1806,31 +1810,35 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     if backend == "reference":
         if state is not None:
             raise ValueError("backend='reference' takes no state; give it the whole sequence")
-        return born_attention_reference(q, k, v), (None, k, v)
+        return born_attention_reference(q, k, v), (None, k.to(_compute_dtype(q)), v.to(_compute_dtype(q)))
     (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
     both = backend == "triton" and state is None  # where Triton has the two forms
     linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, both))
     on_triton = backend == "triton" and (N <= BORN_WIDEST if linear else state is None)
-    q, k, v = _autocast(q, k, v) if on_triton else (_unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype))
+    inputs, k, v = (q, k, v), k.to(dtype), v.to(dtype)  # the state keeps what autocast would round
     if state is not None:
         S, k_before, v_before = born_fold(state)
-        k, v = torch.cat((k_before.to(k.dtype), k), 2), torch.cat((v_before.to(v.dtype), v), 2)
+        k, v = torch.cat((k_before, k), 2), torch.cat((v_before, v), 2)
     if on_triton:
-        if state is not None:
-            q = F.pad(q, (0, 0, 0, 0, k.shape[2] - T, 0))  # the tokens before ask nothing
-        o, _, states = _triton_born(q, k, v, None if S is None else _pack(S), linear)
-        o, k, v = o[:, :, -T:], k.float(), v.float()
+        inputs = _autocast(*inputs)
+        if state is not None:  # the tokens before ask nothing
+            q = inputs[0]
+            inputs = F.pad(q, (0, 0, 0, 0, k.shape[2] - T, 0)), k.to(q.dtype), v.to(q.dtype)
+        o, _, states = _triton_born(*inputs, None if S is None else _pack(S), linear)
+        o = o[:, :, -T:]
         if linear and not o.requires_grad:
             whole = k.shape[2] // BORN_SPAN
             S, k, v = _unpack(states[:, whole], B, H, N), k[:, :, whole * BORN_SPAN :], v[:, :, whole * BORN_SPAN :]
         return o, _born_state(o, S, k, v)
+    q = _unit(_flat(q.to(dtype)))
     if S is not None:
         mass = S[..., :: N + 1, -1:].sum(-2, keepdim=True)  # the diagonal features, |k_n|^2, of the column of ones
     flat_k, u = _flat(k), _with_one(_flat(v))
     s, _ = _born_sum(*(x.flatten(0, 1) for x in (q, flat_k, u)), None if S is None else S.flatten(0, 1), linear)
     s = s.unflatten(0, (B, H))
     mass = mass + flat_k.square().sum(-1, keepdim=True).cumsum(2)[:, :, -T:]  # (B, H, T, 1): sum_{j<=i} |k_j|^2
-    o = s[..., :-1] / (s[..., -1:] + BORN_FLOOR * mass + TINY)
+    weight = s[..., -1:].clamp(min=0)  # the rounding of a state can make it negative
+    o = s[..., :-1] / (weight + BORN_FLOOR * mass + TINY)
     return torch.stack(o.chunk(2, -1), -1), _born_state(o, S, k, v)
 
 
@@ -2216,12 +2224,10 @@ if triton is not None:
                                    q_row, k_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
         dP_re, dP_im = _phase_scores(_head(grad_ptr, g, H, grad_batch, grad_head), _head(v_ptr, g, H, v_batch, v_head), first, T,
                                      grad_row, v_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
-        through = P_re * dP_re
+        E = _phase_decays(gates, CHUNK, False)
+        through = P_re * E * dP_re  # E dL/dE between tokens; below from the state, to it, and past all
         if not REAL:
-            through += P_im * dP_im
-        through *= _phase_decays(
-            gates, CHUNK, False
-        )  # E dL/dE between tokens; below from the state, to it, and past all
+            through += P_im * E * dP_im
         t, j = first + tl.arange(0, CHUNK), tl.arange(0, CHUNK)
         from_state, to_state, past = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), 0.0
         for block in range((COLUMNS + WIDTH - 1) // WIDTH):
@@ -2351,10 +2357,11 @@ def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
     dtype = _compute_dtype(q, k, v, log_gamma)
     q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
     D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
-    y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
-    if state is not None:
-        M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
-        y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
+    with torch.autocast(q.device.type, enabled=False):
+        y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
+        if state is not None:
+            M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
+            y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
     return y if real else y.unflatten(-1, (-1, 2))
 
 
@@ -2439,7 +2446,7 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         x = F.pad(x, (0, 0, 0, chunks * c - T)) if chunks * c > T else x
         return x.unflatten(1, (chunks, c))
 
-    M = S.transpose(2, 3).reshape(B * H, d, -1)  # (B*H, k, v), or pairs
+    M = S.transpose(2, 3).reshape(B * H, d, d * math.prod(pair))  # (B*H, k, v), or pairs
     y, M, _ = _phase_memory(*map(in_chunks, (q, k, v)), in_chunks(log_gamma).squeeze(-1), M, real)
     y = y.flatten(1, 2)[:, :T].reshape(B, H, T, d, *pair)
     return y, M.reshape(B, H, d, d, *pair).transpose(2, 3)
@@ -2473,6 +2480,7 @@ def check_cases():
     selective = rand(B, T, E), F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N)
     qkv = tuple(rand(B, 2, T, N, 2) for _ in range(3))
     phase = *qkv, -F.softplus(rand(B, 2, T) - 2), rand(B, 2, N, N, 2)
+    wide = *(rand(1, 2, T, 64, 2) for _ in range(3)), phase[3][:1], rand(1, 2, 64, 64, 2)  # several blocks, as in PAM
     return [
         ("complex_scan", complex_scan, (decay, theta, b, h0)),
         ("complex_scan, unit modulus", complex_scan, (0 * decay, theta, b, h0)),
@@ -2489,6 +2497,8 @@ def check_cases():
         ("born_attention, linear", born("linear"), qkv),
         ("phase_memory", phase_memory, phase),
         ("phase_memory, real", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
+        ("phase_memory, d = 64", phase_memory, wide),
+        ("phase_memory, real, d = 64", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in wide]),
     ]
 
 
