@@ -1460,8 +1460,20 @@ if triton is not None:
         return states_ptr + (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + start // CHUNK) * SIZE
 
     @triton.jit
+    def _born_rounded(w, ptr, NEAREST: tl.constexpr):
+        """Weights as they are multiplied, to be summed as such: so they add up to 1. Beside half precision the low bits are cut,
+        which takes one instruction, and the mean of what is lost cancels in o; beside a state it does not, so to NEAREST."""
+        if ptr.dtype.element_ty == tl.float32:
+            return w
+        elif NEAREST:
+            return w.to(tl.bfloat16).to(tl.float32)
+        else:
+            return (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+    @triton.jit
     def _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
-                           QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                           QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+                           NEAREST: tl.constexpr):  # fmt: skip
         k = tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE))
         re, im = _dot(q, k), _dot(turned, k)
         w = re * re + im * im
@@ -1469,8 +1481,8 @@ if triton is not None:
             i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
             w = tl.where(j <= i, w, 0.0)
         v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
-        w = w.to(v.dtype)  # in the denominator as in the numerator, so that the weights sum to 1
-        return numerator + _dot(w, v), weights + w.to(tl.float32)
+        w = _born_rounded(w, v_ptr, NEAREST)
+        return numerator + _dot(w, v), weights + w
 
     @triton.jit
     def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, states_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch,
@@ -1501,10 +1513,10 @@ if triton is not None:
         whole = start // KEYS * KEYS  # every query sees every key before
         for first in range(begin, whole, KEYS):
             numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                                    COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
             numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                                    COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
         total = tl.sum(weights, 1)
@@ -1583,7 +1595,8 @@ if triton is not None:
 
     @triton.jit
     def _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                       QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                       QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+                       NEAREST: tl.constexpr):  # fmt: skip
         q = _load_tile(Q_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
         re, im = _dot(k, tl.trans(q)), _dot(turned, tl.trans(q))
         w = re * re + im * im
@@ -1592,6 +1605,7 @@ if triton is not None:
         if not WHOLE:
             seen = start + tl.arange(0, KEYS)[:, None] <= first + tl.arange(0, QUERIES)[None, :]
             w, dw = tl.where(seen, w, 0.0), tl.where(seen, dw, 0.0)
+        w = _born_rounded(w, G_ptr, NEAREST)
         return dk_re + _dot(re * dw, q), dk_im + _dot(im * dw, q), dv + _dot(w, grad)
 
     @triton.jit
@@ -1627,10 +1641,10 @@ if triton is not None:
                 dk_re += _born_features_backward(dphi, k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
         for first in range(start, start + KEYS, QUERIES):
             dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                                              QUERIES, KEYS, WIDTH, False)  # fmt: skip
+                                              QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
         for first in range(start + KEYS, end, QUERIES):
             dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                                              QUERIES, KEYS, WIDTH, True)  # fmt: skip
+                                              QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
             later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
         dfloor += tl.sum(later, 0)
         dk = 2.0 * (dk_re + _turned(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
