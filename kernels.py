@@ -2047,7 +2047,7 @@ _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_s
 # again: `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
 # sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
 # bfloat16; E, the sums, and M and N while they are carried on and at the end, are float32. But beside bfloat16 all that is
-# multiplied is rounded to it, 2^-9 of a number at most: the keys times E, the scores times E, and M and N as stored before and
+# multiplied is rounded to it, by 2^-9 at most: the keys times E, the scores times E, and M and N as stored before and
 # after each chunk, also a caller's float32 state before its first.
 
 PHASE_TILE = (
@@ -2442,8 +2442,9 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the paper's
             O(T^2) form, no state out); "step" (one token; what None takes at T = 1).
     Any float dtypes and strides. Triton multiplies half-precision q, k and v, and all under autocast, in bfloat16, and with
-    them the state that it reads (MEASURED); if they differ in dtype, in float32. NaN or inf in k or v may also reach the
-    outputs of earlier tokens of the same chunk. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
+    them the states that it reads: about 2e-3 of the largest y, and of the largest S, at d = 64 and T = 1024. If q, k and v
+    differ in dtype, in float32. NaN or inf in k or v may also reach the outputs of earlier tokens of the same chunk. The
+    scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
 
     Returns:
         (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is, and for
