@@ -6516,7 +6516,10 @@ def test_triton_half_precision_at_extremes(dtype, small_products, monkeypatch):
     first = [x.to("cpu" if INTERPRETED else "cuda", dtype).requires_grad_() for x in born_inputs(1, 1, 1, 2)]
     o = quadratic(*first, "triton")[0]
     grads = torch.autograd.grad(o.sin().sum(), first[:2])
-    assert all(x.abs().max() < 1e-4 for x in (o - first[2].bfloat16(), *grads))  # the weight cancels
+    assert (o - first[2]).abs().max() < (
+        1e-4 if dtype == torch.bfloat16 else 5e-3
+    )  # v as it is multiplied: the weight cancels
+    assert all(x.abs().max() < 1e-4 for x in grads)
     assert triton_errors(scaled(quadratic, 1e-7), (q, k, 1e4 * v), dtype, floor=1e-4) < 3e-2
     assert triton_errors(scaled(quadratic, 1e3), (q, 1e-2 * k, 1e-3 * v), dtype) < 3e-2
     for inputs in (one, (no_q, k, v), (q, no_k, v)):
