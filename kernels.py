@@ -19,14 +19,20 @@ Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)
 Complex numbers are real pairs: the last axis holds (re, im).
 
 Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
-(float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs. (The
-Triton kernels of Born attention and phase memory multiply half-precision inputs in bfloat16, and sum in float32.)
-All paths are registered as custom operators, so that torch.compile, autocast, activation checkpointing and DDP see one
-opaque node each; gradients are reverse mode only, once.
+(float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs. Not so
+the references and phase memory's "dual", which are there to compare with: O(T^2) memory, or a state a token. (The Triton
+kernels of Born attention and phase memory multiply half-precision inputs, and all inputs under autocast, in bfloat16, and
+sum in float32.)
+The same inputs give the same bits, but for one exception: on CUDA the torch paths of Born attention and phase memory, and
+"clamped", use torch.cumsum, for which PyTorch does not promise it, and which torch.use_deterministic_algorithms(True)
+refuses there. The Triton kernels do not.
+The core of each torch and Triton path is a custom operator, so that torch.compile, autocast, activation checkpointing and
+DDP see one opaque node; gradients are reverse mode only, once. "dual", "step", "clamped" and the references are plain
+PyTorch operations.
 
 backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64,
-            else "torch". "triton", "torch" and "reference" (a float64 loop) force one; so does the environment variable
-            NANOHILBERT_BACKEND for every call that does not say.
+            else "torch". "triton", "torch" and "reference" (float64 step by step, or all at once, with float64 outputs) force
+            one; so does the environment variable NANOHILBERT_BACKEND for every call that does not say.
 
     python kernels.py             checks every operation on the present device against its reference
     python kernels.py --compile   compiles the Triton kernels for sm_80 and sm_90 without a GPU: registers, instructions
@@ -99,11 +105,11 @@ def _pick(backend, known, *tensors):
 
 
 def _autocast(*tensors):
-    """Under autocast its dtype, which the tensor cores take; as for the inputs of scaled_dot_product_attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    """Under autocast, of either dtype, bfloat16: in that the kernels multiply half precision, and what went through float16
+    before would have the range of one and the digits of the other."""
+    if not torch.is_autocast_enabled(tensors[0].device.type) or all(x.dtype == torch.float16 for x in tensors):
         return tensors
-    return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
+    return [x.bfloat16() for x in tensors]
 
 
 # Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is changing, and
@@ -1067,7 +1073,7 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
 #   quadratic   With the real vectors Q = [q_re, q_im], K1 = [k_re, k_im] and K2 = -i K1 = [k_im, -k_re], 2N wide, the product
 #               is <q|k> = Q.K1 + i Q.K2, so w = (Q.K1)^2 + (Q.K2)^2: matrix products and squares, no exponential.
 #   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers describe:
-#               phi(k) = (|k_n|^2; sqrt2 Re k_m k_n^*, sqrt2 Im k_m k_n^* for m != n) gives w_ij = phi(q_i).phi(k_j), so
+#               phi(k) = (|k_n|^2; sqrt2 Re k_m k_n^* for m > n, sqrt2 Im k_m k_n^* for m < n): w_ij = phi(q_i).phi(k_j), so
 #               s_i = phi(q_i) S_i with a state S_i = sum_{j<=i} phi(k_j) u_j^T, N^2 x (2N+1).
 #   recurrent   The linear form with the state carried on. The newest tokens, up to a chunk, are scored quadratically and
 #               then folded into S: signed features alone would lose digits where the sum has few terms.
@@ -1090,11 +1096,12 @@ def _linear_is_faster(T, N, triton):
 def _unit(q):
     """q / |q| over the last axis, 0 for q = 0, with finite gradients; scaled first, as squares leave float32 early."""
     q = q / q.detach().abs().amax(-1, keepdim=True).clamp(min=TINY)
-    return q * (q.square().sum(-1, keepdim=True) + 1e-12).rsqrt()  # the sum is 1 or more, or q is 0
+    return q * (q.square().sum(-1, keepdim=True) + 1e-12).rsqrt()  # the sum is 1 or more, unless |q| < TINY
 
 
 def born_attention_reference(q, k, v):
-    """QS Algorithm 3 as written, in complex128, without D, tau and state. The oracle of the tests."""
+    """QS Algorithm 3 in complex128, without D and tau, which cancel, and without a state, but with what keeps it finite: q of
+    unit norm, which cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory."""
     q, k, v = q.double(), k.double(), v.double()
     q = torch.view_as_complex(_unit(q.flatten(-2)).view(q.shape))
     k, v = torch.view_as_complex(k.contiguous()), torch.view_as_complex(v.contiguous())
@@ -1233,11 +1240,12 @@ _born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
 # i q with k, or of q with -i k. What a program holds is turned, what it walks over is not. A program of the forward, or of the
 # pass for q, holds a tile of queries and walks over the keys that they see; one of the pass for k and v holds keys and walks
 # over the queries that see them. So nothing is added by two programs. Instead of |q| = 1, the rows of q are scaled by a power
-# of two, exact in bfloat16 too, to Q with 1 <= |Q|^2 <= 8N. That factor cancels but beside the floor:
+# of two, exact in bfloat16 too, to Q with 1 <= |Q|^2 <= 8N (less for subnormal q, up to 32N from 2^127 on). That factor cancels
+# but beside the floor:
 #     o_i = sum_{j<=i} W_ij v_j / d_i,   W_ij = |<Q_i|k_j>|^2,   d_i = sum_{j<=i} W_ij + |Q_i|^2 floor_i
 # With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what dL/dQ_i
 # has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16, whose exponents
-# hold a square, and summed in float32.
+# hold a square, and summed in float32. What is not one pass is the floor: its sums of |k_j|^2 have a small kernel of their own.
 #
 # The linear form is the same kernels, with keys, and in the pass for k and v queries, of one span of tokens only. What is before
 # the span is in its state S = sum_j phi(k_j) u_j^T, what comes after it in dL/dS = sum_i phi(Q_i) (G_i, -G_i . o_i)^T, where the
@@ -1246,7 +1254,7 @@ _born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
 # masses. As the features are signed and cancel, their products keep 16 bits of each factor, and the masses all 24.
 
 # Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries likewise.
-# For bfloat16 and N up to 16; less for more.
+# For bfloat16 and N up to 16: half of it in float32, and for twice the N, but 16 at least.
 BORN_TILE = 64, 64, 32
 BORN_FEATURES = 32  # that are formed at a time, likewise
 BORN_SPAN = 256  # tokens between two states of the linear form: whole tiles, and whole chunks of born_fold
@@ -1452,8 +1460,20 @@ if triton is not None:
         return states_ptr + (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + start // CHUNK) * SIZE
 
     @triton.jit
+    def _born_rounded(w, ptr, NEAREST: tl.constexpr):
+        """Weights as they are multiplied, to be summed as such: so they add up to 1. Beside half precision the low bits are cut,
+        which takes one instruction, and the mean of what is lost cancels in o; beside a state it does not, so to NEAREST."""
+        if ptr.dtype.element_ty == tl.float32:
+            return w
+        elif NEAREST:
+            return w.to(tl.bfloat16).to(tl.float32)
+        else:
+            return (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+    @triton.jit
     def _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
-                           QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                           QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+                           NEAREST: tl.constexpr):  # fmt: skip
         k = tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE))
         re, im = _dot(q, k), _dot(turned, k)
         w = re * re + im * im
@@ -1461,6 +1481,7 @@ if triton is not None:
             i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
             w = tl.where(j <= i, w, 0.0)
         v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
+        w = _born_rounded(w, v_ptr, NEAREST)
         return numerator + _dot(w, v), weights + w
 
     @triton.jit
@@ -1492,14 +1513,16 @@ if triton is not None:
         whole = start // KEYS * KEYS  # every query sees every key before
         for first in range(begin, whole, KEYS):
             numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                                    COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
             numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                                    COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
+                                                    COLUMNS, QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
-        d = tl.sum(weights, 1) + square * (floor * mass + tiny)
-        tl.store(d_ptr + row + tl.arange(0, QUERIES), d, mask=i < T)
+        total = tl.sum(weights, 1)
+        negative = total < 0.0  # so far the rounding of a state can go; d tells it the backward by its sign
+        d = tl.where(negative, 0.0, total) + square * (floor * mass + tiny)
+        tl.store(d_ptr + row + tl.arange(0, QUERIES), tl.where(negative, -d, d), mask=i < T)
         _store_tile(
             o_ptr + g.to(tl.int64) * T * COLUMNS, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH
         )
@@ -1533,14 +1556,15 @@ if triton is not None:
         pointers, mask = _tile(
             _head(grad_ptr, g, H, grad_batch, grad_head), start, grad_row, T, COLUMNS, QUERIES, WIDTH
         )
-        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / d[:, None]
+        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / tl.abs(d)[:, None]
         grad = _operand(grad, G_ptr)
         pointers, mask = _tile(o_ptr + g.to(tl.int64) * T * COLUMNS, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
         shift = tl.sum(grad.to(tl.float32) * tl.load(pointers, mask=mask, other=0.0), 1)
 
         padded = g.to(tl.int64) * blocks * QUERIES + start
-        tl.store(shift_ptr + padded + tl.arange(0, QUERIES), shift)
         tl.store(floor_ptr + padded + tl.arange(0, QUERIES), -floor * square * shift)
+        shift = tl.where(d < 0.0, 0.0, shift)  # the weights are not in the denominator
+        tl.store(shift_ptr + padded + tl.arange(0, QUERIES), shift)
         _store_tile(Q_ptr, q, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
         _store_tile(G_ptr, grad, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
 
@@ -1571,7 +1595,8 @@ if triton is not None:
 
     @triton.jit
     def _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                       QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                       QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+                       NEAREST: tl.constexpr):  # fmt: skip
         q = _load_tile(Q_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
         re, im = _dot(k, tl.trans(q)), _dot(turned, tl.trans(q))
         w = re * re + im * im
@@ -1580,6 +1605,7 @@ if triton is not None:
         if not WHOLE:
             seen = start + tl.arange(0, KEYS)[:, None] <= first + tl.arange(0, QUERIES)[None, :]
             w, dw = tl.where(seen, w, 0.0), tl.where(seen, dw, 0.0)
+        w = _born_rounded(w, G_ptr, NEAREST)
         return dk_re + _dot(re * dw, q), dk_im + _dot(im * dw, q), dv + _dot(w, grad)
 
     @triton.jit
@@ -1615,10 +1641,10 @@ if triton is not None:
                 dk_re += _born_features_backward(dphi, k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
         for first in range(start, start + KEYS, QUERIES):
             dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                                              QUERIES, KEYS, WIDTH, False)  # fmt: skip
+                                              QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
         for first in range(start + KEYS, end, QUERIES):
             dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                                              QUERIES, KEYS, WIDTH, True)  # fmt: skip
+                                              QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
             later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
         dfloor += tl.sum(later, 0)
         dk = 2.0 * (dk_re + _turned(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
@@ -1784,12 +1810,17 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
 
     Args:
-        q, k, v: (B, H, T, N, 2) complex, of one float dtype, any strides.
+        q, k, v: (B, H, T, N, 2) complex, of one float dtype, any strides. Triton multiplies half-precision ones, and all
+            under autocast, in bfloat16. In float32 the sizes of q and of k do not matter from 1e-12 to 1e12, as tested;
+            beyond, squares may leave float32, and o is wrong without an error. NaN or inf in k or v may also reach the
+            outputs of earlier tokens of the same tile.
         state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
+            All are float32 (float64 if q is); k and v unrounded, S the sum of what was multiplied.
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
-        backend: None, "torch", "triton" or "reference" (complex128, no state), as above. Triton has the quadratic form of
-            a sequence from its beginning, and for N up to 32 the linear form; for the rest the torch path runs.
+        backend: None, "torch", "triton" or "reference" (complex128; o in float64, no state in, an unfolded one out), as
+            above. Triton has the quadratic form of a sequence from its beginning, and for N up to 32 the linear form; for
+            the rest the torch path runs.
 
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
@@ -1797,8 +1828,12 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
         tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
         drops the state, does not pay for it.
+        S is a plain float32 sum: its rounding grows with the past. Where many equal keys are nearly orthogonal to a query
+        (seen from 65,536 tokens on) it may outweigh what is left of the sum. A weight that it makes negative counts as 0,
+        but o is then rounding over floor, and not bounded by v.
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend.
+        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend, a state for "reference";
+            "triton" without Triton, for float64, or for CPU tensors (but in its interpreter).
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
     backend = _pick(backend, ("torch", "triton", "reference"), q)
@@ -1806,31 +1841,35 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     if backend == "reference":
         if state is not None:
             raise ValueError("backend='reference' takes no state; give it the whole sequence")
-        return born_attention_reference(q, k, v), (None, k, v)
+        return born_attention_reference(q, k, v), (None, k.to(_compute_dtype(q)), v.to(_compute_dtype(q)))
     (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
     both = backend == "triton" and state is None  # where Triton has the two forms
     linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, both))
     on_triton = backend == "triton" and (N <= BORN_WIDEST if linear else state is None)
-    q, k, v = _autocast(q, k, v) if on_triton else (_unit(_flat(q.to(dtype))), k.to(dtype), v.to(dtype))
+    inputs, k, v = (q, k, v), k.to(dtype), v.to(dtype)  # the state keeps what autocast would round
     if state is not None:
         S, k_before, v_before = born_fold(state)
-        k, v = torch.cat((k_before.to(k.dtype), k), 2), torch.cat((v_before.to(v.dtype), v), 2)
+        k, v = torch.cat((k_before, k), 2), torch.cat((v_before, v), 2)
     if on_triton:
-        if state is not None:
-            q = F.pad(q, (0, 0, 0, 0, k.shape[2] - T, 0))  # the tokens before ask nothing
-        o, _, states = _triton_born(q, k, v, None if S is None else _pack(S), linear)
-        o, k, v = o[:, :, -T:], k.float(), v.float()
+        inputs = _autocast(*inputs)
+        if state is not None:  # the tokens before ask nothing
+            q = inputs[0]
+            inputs = F.pad(q, (0, 0, 0, 0, k.shape[2] - T, 0)), k.to(q.dtype), v.to(q.dtype)
+        o, _, states = _triton_born(*inputs, None if S is None else _pack(S), linear)
+        o = o[:, :, -T:]
         if linear and not o.requires_grad:
             whole = k.shape[2] // BORN_SPAN
             S, k, v = _unpack(states[:, whole], B, H, N), k[:, :, whole * BORN_SPAN :], v[:, :, whole * BORN_SPAN :]
         return o, _born_state(o, S, k, v)
+    q = _unit(_flat(q.to(dtype)))
     if S is not None:
         mass = S[..., :: N + 1, -1:].sum(-2, keepdim=True)  # the diagonal features, |k_n|^2, of the column of ones
     flat_k, u = _flat(k), _with_one(_flat(v))
     s, _ = _born_sum(*(x.flatten(0, 1) for x in (q, flat_k, u)), None if S is None else S.flatten(0, 1), linear)
     s = s.unflatten(0, (B, H))
     mass = mass + flat_k.square().sum(-1, keepdim=True).cumsum(2)[:, :, -T:]  # (B, H, T, 1): sum_{j<=i} |k_j|^2
-    o = s[..., :-1] / (s[..., -1:] + BORN_FLOOR * mass + TINY)
+    weight = s[..., -1:].clamp(min=0)  # the rounding of a state can make it negative
+    o = s[..., :-1] / (weight + BORN_FLOOR * mass + TINY)
     return torch.stack(o.chunk(2, -1), -1), _born_state(o, S, k, v)
 
 
@@ -1842,11 +1881,11 @@ def _born_state(o, S, k, v):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t                                    (PAM eqs. 6-7)
+# phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t             (PAM eq. 6 and the line before eq. 7)
 #
 # In a chunk of c tokens, with S the state before it and E_ti = prod_{i<j<=t} gamma_j the decay from i to t (E_t0: S's):
 #     y_t = sum_{i<=t} E_ti (k_i^* . q_t) v_i + E_t0 S q_t          S' = sum_i E_ci v_i (x) k_i^* + E_c0 S
-# The first sum is the dual form of PAM eq. 7 inside the chunk. log E is summed over the gates between i and t, never
+# The first sum is PAM eq. 7, the dual form, inside the chunk. log E is summed over the gates between i and t, never
 # taken as a difference of two prefix sums: beside one gate near 0 the difference would lose the gates near 1.
 # Here a matrix holds its tokens or coordinates as rows, and the state is M = S^T, keys by values:
 #     Y = (Q K^H * E) V + E_0 Q M           M' = (E_c K)^H V + E_c0 M
@@ -1871,7 +1910,7 @@ def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
     for q_t, k_t, v_t, log_gamma_t in zip(*(x.unbind(2) for x in (q, k, v, log_gamma.double()))):
         outer = v_t.unsqueeze(-1) * k_t.conj().unsqueeze(-2)  # (B, H, v, k)
         S = log_gamma_t.exp()[..., None, None] * S + outer  # PAM eq. 6
-        ys.append((S @ q_t.unsqueeze(-1)).squeeze(-1))  # PAM eq. 7
+        ys.append((S @ q_t.unsqueeze(-1)).squeeze(-1))  # PAM, before eq. 7
     y = torch.stack(ys, 2)
     return (y, S) if real else (torch.view_as_real(y), torch.view_as_real(S))
 
@@ -2007,7 +2046,9 @@ _phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_s
 # stands before each, or from the end N, what stands after each. All else has a program for each chunk, and forms E and the scores
 # again: `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
 # sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
-# bfloat16; E, the sums and the states are float32.
+# bfloat16; E, the sums, and M and N while they are carried on and at the end, are float32. But beside bfloat16 all that is
+# multiplied is rounded to it, by 2^-9 at most: the keys times E, the scores times E, and M and N as stored before and
+# after each chunk, also a caller's float32 state before its first.
 
 PHASE_TILE = (
     64,
@@ -2216,12 +2257,10 @@ if triton is not None:
                                    q_row, k_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
         dP_re, dP_im = _phase_scores(_head(grad_ptr, g, H, grad_batch, grad_head), _head(v_ptr, g, H, v_batch, v_head), first, T,
                                      grad_row, v_row, COLUMNS, CHUNK, DEPTH, REAL)  # fmt: skip
-        through = P_re * dP_re
+        E = _phase_decays(gates, CHUNK, False)
+        through = P_re * E * dP_re  # E dL/dE between tokens; below from the state, to it, and past all
         if not REAL:
-            through += P_im * dP_im
-        through *= _phase_decays(
-            gates, CHUNK, False
-        )  # E dL/dE between tokens; below from the state, to it, and past all
+            through += P_im * E * dP_im
         t, j = first + tl.arange(0, CHUNK), tl.arange(0, CHUNK)
         from_state, to_state, past = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), 0.0
         for block in range((COLUMNS + WIDTH - 1) // WIDTH):
@@ -2346,15 +2385,16 @@ _triton_phase.register_autograd(_triton_phase_vjp, setup_context=_triton_phase_s
 
 
 def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
-    """The O(T^2) form in which the paper trains: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
+    """The O(T^2) form in which the paper trains, eq. 7: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
     as phase_memory. Only y: the state is what the recurrence is for."""
     dtype = _compute_dtype(q, k, v, log_gamma)
     q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
     D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
-    y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
-    if state is not None:
-        M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
-        y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
+    with torch.autocast(q.device.type, enabled=False):
+        y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
+        if state is not None:
+            M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
+            y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
     return y if real else y.unflatten(-1, (-1, 2))
 
 
@@ -2364,13 +2404,13 @@ def phase_memory_step(q, k, v, log_gamma, S, real=False):
     gamma = log_gamma.exp()
     if real:
         S = gamma[..., None, None] * S + v.unsqueeze(-1) * k.unsqueeze(-2)  # PAM eq. 6
-        return (S * q.unsqueeze(-2)).sum(-1), S  # PAM eq. 7
+        return (S * q.unsqueeze(-2)).sum(-1), S  # PAM, before eq. 7
     v_re, v_im = v.unsqueeze(-2).unbind(-1)  # (B, H, d, 1)
     k_re, k_im = k.unsqueeze(-3).unbind(-1)  # (B, H, 1, d)
     outer = torch.stack((v_re * k_re + v_im * k_im, v_im * k_re - v_re * k_im), -1)
     S = gamma[..., None, None, None] * S + outer  # PAM eq. 6
     (S_re, S_im), (q_re, q_im) = S.unbind(-1), q.unsqueeze(-3).unbind(-1)
-    return torch.stack(((S_re * q_re - S_im * q_im).sum(-1), (S_re * q_im + S_im * q_re).sum(-1)), -1), S  # PAM eq. 7
+    return torch.stack(((S_re * q_re - S_im * q_im).sum(-1), (S_re * q_im + S_im * q_re).sum(-1)), -1), S
 
 
 def _check_phase(q, k, v, log_gamma, state, real):
@@ -2391,7 +2431,8 @@ def _check_phase(q, k, v, log_gamma, state, real):
 
 
 def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
-    """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, y_t = S_t q_t, PAM eqs. 6-7.
+    """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, PAM eq. 6, and y_t = S_t q_t, which eq. 7
+    writes as a sum over the past.
 
     Args:
         q, k, v: (B, H, T, d, 2) complex queries, keys and values; (B, H, T, d) if real.
@@ -2400,12 +2441,17 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         real: a real memory, PAM's ablation SAM: k^* is k.
         backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the paper's
             O(T^2) form, no state out); "step" (one token; what None takes at T = 1).
-    Any float dtypes and strides. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
+    Any float dtypes and strides. Triton multiplies half-precision q, k and v, and all under autocast, in bfloat16, and with
+    them the states that it reads: about 2e-3 of the largest y, and of the largest S, at d = 64 and T = 1024. If q, k and v
+    differ in dtype, in float32. NaN or inf in k or v may also reach the outputs of earlier tokens of the same chunk. The
+    scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
 
     Returns:
-        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
+        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is, and for
+        "reference").
     Raises:
-        ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step".
+        ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step"; "triton"
+            without Triton, for float64, or for CPU tensors (but in its interpreter).
     """
     tensors = [x for x in (q, k, v, log_gamma, state) if x is not None]
     if backend is None and q.shape[2:3] == (1,) and not os.environ.get("NANOHILBERT_BACKEND"):
@@ -2439,7 +2485,7 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         x = F.pad(x, (0, 0, 0, chunks * c - T)) if chunks * c > T else x
         return x.unflatten(1, (chunks, c))
 
-    M = S.transpose(2, 3).reshape(B * H, d, -1)  # (B*H, k, v), or pairs
+    M = S.transpose(2, 3).reshape(B * H, d, d * math.prod(pair))  # (B*H, k, v), or pairs
     y, M, _ = _phase_memory(*map(in_chunks, (q, k, v)), in_chunks(log_gamma).squeeze(-1), M, real)
     y = y.flatten(1, 2)[:, :T].reshape(B, H, T, d, *pair)
     return y, M.reshape(B, H, d, d, *pair).transpose(2, 3)
@@ -2473,6 +2519,7 @@ def check_cases():
     selective = rand(B, T, E), F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N)
     qkv = tuple(rand(B, 2, T, N, 2) for _ in range(3))
     phase = *qkv, -F.softplus(rand(B, 2, T) - 2), rand(B, 2, N, N, 2)
+    wide = *(rand(1, 2, T, 64, 2) for _ in range(3)), phase[3][:1], rand(1, 2, 64, 64, 2)  # several blocks, as in PAM
     return [
         ("complex_scan", complex_scan, (decay, theta, b, h0)),
         ("complex_scan, unit modulus", complex_scan, (0 * decay, theta, b, h0)),
@@ -2489,6 +2536,8 @@ def check_cases():
         ("born_attention, linear", born("linear"), qkv),
         ("phase_memory", phase_memory, phase),
         ("phase_memory, real", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
+        ("phase_memory, d = 64", phase_memory, wide),
+        ("phase_memory, real, d = 64", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in wide]),
     ]
 
 

@@ -410,6 +410,32 @@ def test_born_attention_of_orthogonal_queries_is_bounded(form):
     assert all(x.abs().max() < 1e4 for x in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
+def negative_past(dtype):
+    """q, k, v, and S and the keys and values of a state in which the features of q have a negative weight, as rounding can make
+    it after a long past: the masses 1 and 1, and 8 for the feature that has the other sign."""
+    q = torch.tensor([[1.0, 0.0], [-0.5, 0.0]]).expand(1, 1, 3, 2, 2).to(dtype)
+    S = randn(1, 1, 4, 5).to(dtype)
+    S[..., -1] = torch.tensor([1.0, 0.0, 8.0, 1.0])
+    k, v = 0.1 * randn(1, 1, 3, 2, 2, seed=1).to(dtype), randn(1, 1, 3, 2, 2, seed=2).to(dtype)
+    return [x.clone().requires_grad_() for x in (q, k, v, S)]
+
+
+@pytest.mark.parametrize("method", ["quadratic", "linear"])
+def test_born_weights_of_a_state_are_not_negative(method):
+    def function(q, k, v, S):
+        return kernels.born_attention(q, k, v, (S, k[:, :, :0], v[:, :, :0]), method)[0]
+
+    q, k, v, S = leaves = negative_past(torch.float64)
+    unit, k_, u = kernels._unit(kernels._flat(q)), kernels._flat(k), kernels._with_one(kernels._flat(v))
+    s = kernels._features(unit) @ S
+    assert (s[..., -1] < -1).all()
+    s = s + kernels._scores(unit[0], k_[0])[2] @ u
+    floor = 1e-6 * (2 + k_.square().sum(-1, keepdim=True).cumsum(2))
+    expected = torch.stack((s[..., :-1] / floor).chunk(2, -1), -1)
+    torch.testing.assert_close(function(*leaves), expected, atol=0, rtol=1e-6)
+    assert torch.autograd.gradcheck(lambda *x: 1e-6 * function(*x), leaves)
+
+
 def test_born_gradients_are_the_derivatives():
     for method in ("quadratic", "linear"):
         leaves = [x.requires_grad_() for x in born_inputs(1, 1, 66, 2)]
@@ -448,6 +474,16 @@ def test_born_state_is_small_and_the_sum_it_says():
         kernels._features(kernels._flat(q[0, 0].double())) * kernels._features(kernels._flat(k[0, 0].double()))
     ).sum(-1)
     torch.testing.assert_close(products, weights)  # phi(x).phi(y) = |<x|y>|^2
+
+
+def test_born_state_of_the_reference_goes_on_elsewhere():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        q, k, v = (x.to(dtype) for x in born_inputs(1, 2, 70, 3))
+        whole, _ = kernels.born_attention(q, k, v, backend="reference")
+        first, state = kernels.born_attention(*(x[:, :, :66] for x in (q, k, v)), backend="reference")
+        rest, _ = kernels.born_attention(*(x[:, :, 66:] for x in (q, k, v)), state)
+        assert whole.dtype == first.dtype == torch.float64
+        torch.testing.assert_close(torch.cat((first, rest.double()), 2), whole, atol=1e-4, rtol=0)
 
 
 def test_born_attention_is_deterministic_and_keeps_its_inputs():
@@ -566,6 +602,9 @@ def test_dual_form_equals_reference(T, real):
     q, k, v, log_gamma, _ = inputs
     y, S = kernels.phase_memory(q, k, v, log_gamma, real=real, backend="dual")
     assert S is None
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = dual(*(x.float() for x in inputs))[0]
+    assert torch.equal(mixed, dual(*(x.float() for x in inputs))[0])
     torch.testing.assert_close(y, kernels.phase_memory_reference(q, k, v, log_gamma, real=real)[0])
 
 
@@ -673,6 +712,30 @@ def test_phase_memory_refuses_what_does_not_fit(change, message):
     kernels.phase_memory(**good)
     with pytest.raises(ValueError, match=re.escape(message)):
         kernels.phase_memory(**good | change)
+
+
+@pytest.mark.parametrize("backend", [None, "torch", "triton", "reference", "dual", "step"])
+def test_empty_batches(backend):
+    """No sequence at all, forward and backward, and on from the state."""
+    T = 1 if backend == "step" else 70
+    for real in (False, True):
+        leaves = [x.float().requires_grad_() for x in phase_inputs(0, 2, T, 3, real)]
+        y, S = kernels.phase_memory(*leaves, real=real, backend=backend)
+        assert y.shape == leaves[2].shape
+        assert S is None or S.shape == leaves[4].shape
+        outputs = [y] if S is None else [y, S]
+        grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+        assert [x.shape for x in grads] == [x.shape for x in leaves]
+    if backend in ("dual", "step"):
+        return
+    for method in ("quadratic", "linear"):
+        leaves = [x.float().requires_grad_() for x in born_inputs(0, 2, T, 3)]
+        o, state = kernels.born_attention(*leaves, method=method, backend=backend)
+        assert o.shape == leaves[0].shape
+        grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+        assert [x.shape for x in grads] == [x.shape for x in leaves]
+        more, _ = kernels.born_attention(*leaves, state, method, backend="torch")
+        assert more.shape == leaves[0].shape
 
 
 def unitary_columns(d, seed=0):
@@ -6262,6 +6325,18 @@ def test_triton_linear_born_hands_over_its_state(small_products):
 
 
 @needs_triton
+def test_triton_born_weights_of_a_state_are_not_negative(small_products):
+    device, runs = "cpu" if INTERPRETED else "cuda", []
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
+        leaves = [x.detach().to(device).requires_grad_() for x in negative_past(dtype)]
+        q, k, v, S = leaves
+        o, _ = kernels.born_attention(q, k, v, (S, k[:, :, :0], v[:, :, :0]), "linear", backend)
+        runs.append([o, *torch.autograd.grad(o.sum(), leaves)])
+    for x, y in zip(*runs):
+        assert (x - y).abs().max() < 1e-5 * x.abs().max()
+
+
+@needs_triton
 def test_triton_linear_born_is_taken_where_it_pays(small_products, monkeypatch):
     """By "auto" from a counted length on, never beyond the widest N; and compiled as one graph."""
     picked, real = [], kernels._triton_born
@@ -6304,6 +6379,9 @@ def test_triton_born_at_extreme_scores(function, small_products):
     plain = function(q.float(), k.float(), v.float(), backend="triton")[0]
     for scale in (2.0**-100, 2.0**100):
         assert torch.equal(function((scale * q).float(), k.float(), v.float(), backend="triton")[0], plain)
+    largest = 1.5 * 2.0**127 * q / q.abs().amax((-1, -2), keepdim=True)
+    largest = function(largest.float(), k.float(), v.float(), backend="triton")[0]
+    torch.testing.assert_close(largest, plain, atol=bound, rtol=bound)
     for scale in (1e-3, 1e3):
         assert triton_errors(function, (q, scale * k, v), floor=1e-3) < bound
         assert triton_errors(function, (scale * q, k, v), floor=1e-3) < bound
@@ -6343,6 +6421,16 @@ def test_triton_born_hands_over_its_state(small_products):
         assert state[1].shape[2] == (70 if grad else 6)
         rest, _ = kernels.born_attention(q[:, :, 70:], k[:, :, 70:], v[:, :, 70:], state, backend="triton")
         torch.testing.assert_close(torch.cat((first, rest), 2).double(), whole, atol=1e-5, rtol=0)
+
+    def pieces(q, k, v, backend):
+        outputs, state = [], None
+        for part in (slice(0, 20), slice(20, None)) if backend == "triton" else (slice(None),):
+            given = [x[:, :, part] for x in (q, k, v)], state if backend == "triton" else None
+            o, state = kernels.born_attention(*given[0], given[1], "quadratic", backend)
+            outputs.append(o)
+        return (torch.cat(outputs, 2),)
+
+    assert triton_errors(pieces, born_inputs(1, 1, 30, 3)) < 1e-5  # gradients through the state, too
     with pytest.raises(ValueError, match="float32"):
         kernels.born_attention(q.double(), k.double(), v.double(), backend="triton")
 
@@ -6359,6 +6447,89 @@ def test_triton_phase_equals_reference(T, d, real, small_products):
     heads = 2 if T < 40 else 1
     inputs = phase_inputs(2 if T == 7 else 1, heads, T, d, real)
     assert triton_errors(phase_triton(real), inputs, strided=T % 2 == 1, twice=T == 33) < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
+def test_triton_phase_in_several_blocks(real, small_products, monkeypatch):
+    """States of several blocks, some of them cut off, over several chunks: 32 coordinates at a time beside 16, and the reverse."""
+    for tile, T, d in (((64, 64, 32), 35, 40), ((64, 32, 64), 20, 40)):
+        monkeypatch.setattr(kernels, "PHASE_TILE", tile)
+        assert triton_errors(phase_triton(real), phase_inputs(1, 1, T, d, real)) < 1e-5
+
+
+def functions_of_pairs():
+    """Born attention in both forms and phase memory as functions of q, k and v of pairs, beside phase memory of real numbers."""
+
+    def remember(q, k, v, backend, real=False):
+        gates = torch.linspace(-0.5, 0, q.shape[2]).to(q.device, torch.float32).expand(q.shape[:3])
+        return kernels.phase_memory(q, k, v, gates, real=real, backend=backend)
+
+    return [born_triton, born_triton_linear, remember], partial(remember, real=True)
+
+
+@needs_triton
+def test_triton_reads_views_where_they_lie(small_products):
+    """Heads inside time, and beside other things in a row, as models make them; other views are copied."""
+    functions, real = functions_of_pairs()
+    (B, H, T, N), device = (2, 2, 5, 3), "cpu" if INTERPRETED else "cuda"
+    packed = randn(T, 2, B, 3, H, 2 * N, 4, 2).float().to(device)  # more than q, k and v
+    views = [packed[:, 1, :, i, :, :N, 1].permute(1, 2, 0, 3, 4) for i in range(3)]
+    rows = randn(T, 2, B, 3, H, 2 * N, 2, seed=1).float().to(device)
+    rows = [rows[:, 1, :, i, :, :N].permute(1, 2, 0, 3, 4) for i in range(3)]
+    for x, copied in (*((x, True) for x in views), *((x, False) for x in rows)):
+        assert not x.is_contiguous() and x.stride(4) == 1
+        assert (kernels._rows_of_pairs(x)[0].data_ptr() != x.data_ptr()) == copied
+        assert copied or kernels._rows_in_place(x[..., 0], True)[0].data_ptr() != x.data_ptr()
+    for given in (views, rows):
+        for function in functions:
+            runs = []
+            for inputs in (given, [x.contiguous() for x in given]):
+                leaves = [x.detach().requires_grad_() for x in inputs]
+                outputs = function(*leaves, backend="triton")
+                weights = [torch.sin(torch.arange(x.numel(), device=device)).view(x.shape) for x in outputs]
+                runs.append([*outputs, *torch.autograd.grad(outputs, leaves, weights)])
+            assert all(torch.equal(x, y) for x, y in zip(*runs))
+    flat = [x.flatten(-2) for x in rows]
+    assert all(kernels._rows_in_place(x, True)[0].data_ptr() == x.data_ptr() for x in flat)
+    for x, y in zip(real(*flat, backend="triton"), real(*(x.contiguous() for x in flat), backend="triton")):
+        assert torch.equal(x, y)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_triton_half_precision_at_extremes(dtype, small_products, monkeypatch):
+    """One token; a key above all others; rows of zeros; and values, states and gradients beyond the range of float16."""
+    (quadratic, linear, remember), _ = functions_of_pairs()
+    q, k, v = born_inputs(1, 1, 20, 3)
+    above, no_q, no_k = k.clone(), q.clone(), k.clone()
+    above[:, :, 3] *= 1e4
+    no_q[:, :, 4:9] = no_k[:, :, 6:] = 0
+    one = [x[:, :, :1] for x in (q, k, v)]
+
+    def scaled(function, by):  # and with it the gradients that come in
+        return lambda *x, backend: [by * y for y in function(*x, backend=backend)]
+
+    for function in (quadratic, linear):
+        for inputs in (one, (q, above, v), (no_q, k, v), (q, no_k, v)):
+            assert triton_errors(function, inputs, dtype) < 3e-2
+    first = [x.to("cpu" if INTERPRETED else "cuda", dtype).requires_grad_() for x in born_inputs(1, 1, 1, 2)]
+    o = quadratic(*first, "triton")[0]
+    grads = torch.autograd.grad(o.sin().sum(), first[:2])
+    assert (o - first[2]).abs().max() < (
+        1e-4 if dtype == torch.bfloat16 else 5e-3
+    )  # v as it is multiplied: the weight cancels
+    assert all(x.abs().max() < 1e-4 for x in grads)
+    assert triton_errors(scaled(quadratic, 1e-7), (q, k, 1e4 * v), dtype, floor=1e-4) < 3e-2
+    assert triton_errors(scaled(quadratic, 1e3), (q, 1e-2 * k, 1e-3 * v), dtype) < 3e-2
+    for inputs in (one, (no_q, k, v), (q, no_k, v)):
+        assert triton_errors(remember, inputs, dtype) < 3e-2
+    assert triton_errors(scaled(remember, 1e-8), (q, 1e3 * k, 1e3 * v), dtype, floor=1e-6) < 3e-2  # states of 1e6
+    assert triton_errors(scaled(remember, 1e6), (1e-2 * q, 1e-2 * k, 1e-2 * v), dtype) < 3e-2
+    q, k, v, _, S = phase_inputs(1, 1, 20, 3)
+    for gate in (0.0, -1e4, -torch.inf):
+        gates = torch.where(torch.arange(20) % 3 == 0, gate, -1e-3).double().expand(1, 1, 20)
+        assert triton_errors(phase_triton(False), (q, k, v, gates, S), dtype) < 3e-2
 
 
 @needs_triton
@@ -6403,6 +6574,14 @@ def test_triton_phase_and_born_multiply_in_the_dtype_of_autocast(small_products,
             y, S = kernels.phase_memory(q, k, v, torch.zeros(1, 1, 5, device=device), backend="triton")
         assert o.dtype == y.dtype == S.dtype == torch.float32
     assert dtypes == 9 * [torch.bfloat16] + 9 * [torch.float32]
+    dtypes.clear()
+    with torch.autocast(device, torch.float16):  # whose range float32 numbers may leave
+        o, state = kernels.born_attention(q, 1e5 * k, v, backend="triton")
+        y, _ = kernels.phase_memory(q, 1e5 * k, v, torch.zeros(1, 1, 5, device=device), backend="triton")
+        kernels.born_attention(q.half(), k.half(), v.half(), backend="triton")
+    assert o.isfinite().all() and y.isfinite().all()
+    assert dtypes == 6 * [torch.bfloat16] + 3 * [torch.float16]
+    assert torch.equal(state[1], 1e5 * k) and torch.equal(state[2], v)  # what the state keeps is not rounded
 
 
 @needs_triton
