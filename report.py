@@ -406,7 +406,6 @@ def training_tables(shared, cells):
     budget (8), cost (9.3), spread of the layers' gradients (8.4), every run. *Italics: the paper's, at 253M.*"""
     loss, budget, (goals, common) = unit(shared["tokens"]), shared["steps"], targets(cells)
     at, what = warmup_end(shared)
-    every = [(label, seed, events) for label, runs in cells.items() for seed, events in runs.items()]
 
     def paper(values, label):
         return f" *{values[label]}*" if label in values and loss == "bpc" else ""
@@ -483,7 +482,7 @@ def training_tables(shared, cells):
         text += ["#### Gradient norms of the layers", "Medians over the evaluations.",
                  markdown(["model", "largest over smallest", "last over first"], rows)]  # fmt: skip
     rows = []
-    for label, seed, events in every:
+    for label, seed, events in [(label, *run) for label, runs in cells.items() for run in runs.items()]:
         steps = [reaches(goal)(events) for goal in goals]
         ends = [loss_at(events, budget), final_loss(events)]
         rows.append([label, seed, *("-" if x is None else f"{x:.0f}" for x in steps), *("-" if x is None else f"{x:.3f}" for x in ends)])  # fmt: skip

@@ -4596,6 +4596,7 @@ def test_report_sets_the_papers_numbers_beside_its_own_comparison_alone(program)
     write_log("b", "mamba", [8, 3, 2.6])
     out = program(report, "a", "b")[1]
     assert "| mamba / hmamba:field=real | 1.00 | 1.11 | - |" in out
+    assert "| mamba - hmamba:field=real | +0.050 | +0.100 | +0.100 |" in out
     write_log("c", "hmamba", [8, 3, 2.5], tokens="gpt2")
     write_log("d", "mamba", [8, 3, 2.6], tokens="gpt2")
     out = program(report, "c", "d")[1]
@@ -4632,7 +4633,7 @@ def test_report_refuses_runs_that_do_not_belong_together(program):
     os.mkdir("logs")
     Path("logs/a.jsonl").write_text(Path("a/log.jsonl").read_text())
     assert program(report, "logs")[2] == "error: logs is a folder of logs: name logs/*.jsonl\n"
-    write_log("c", "hmamba", [8, 3], size="../../away/x")
+    write_log("c", "hmamba", [8, 3], size="x/../../../away/x")
     assert program(report, "a", "c", "--out", "inner/figures")[0] == 0
     assert sorted(os.listdir()) == ["a", "b", "c", "inner", "logs", "text.txt"]
 
