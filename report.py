@@ -279,14 +279,18 @@ def group_runs(logs):
     return [(shared, _cells(members)) for shared, members in groups]
 
 
+def labels(logs):
+    """Names of the runs: their models, with their rates where one has several."""
+    rates, settings = {}, [events[0]["settings"] for events in logs]
+    for s in settings:
+        rates.setdefault(s["model"], set()).add(s.get("lr"))
+    return [s["model"] + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "") for s in settings]
+
+
 def _cells(logs):
-    rates = {}
-    for events in logs:
-        rates.setdefault(events[0]["settings"]["model"], set()).add(events[0]["settings"].get("lr"))
     families, cells = list(FAMILIES), {}
-    for events in logs:
+    for label, events in zip(labels(logs), logs):
         s = events[0]["settings"]
-        label = s["model"] + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "")
         runs = cells.setdefault(label, {})
         if runs.setdefault(s["seeds"], events) is not events:
             raise InputError(f"two runs of {label} with seed {s['seeds']}: name one of them")
@@ -677,7 +681,7 @@ def plot_rates(shared, cells, out):
 
 def training_report(logs, out=None):
     """Tables of all groups of runs and, into the folder `out`, these and the figures. Returns the tables, and the paths."""
-    groups, text, figures = group_runs(logs), [], []
+    groups, text, figures, sweeps = group_runs(logs), [], [], {}
     keys = dict.fromkeys(key for shared, _ in groups for key in shared)
     differ = [key for key in keys if any(shared.get(key) != groups[0][0].get(key) for shared, _ in groups)]
     if differ:
@@ -687,29 +691,33 @@ def training_report(logs, out=None):
         values = {key: corpus if key == "data" else shared.get(key) for key in differ}
         text += ["### " + ", ".join(f"{key} {value}" for key, value in values.items())] * bool(differ)
         text.append(training_tables(shared, cells))
-        rates = len(cells) > len(
-            {events[0]["settings"]["model"] for runs in cells.values() for events in runs.values()}
-        )
+        members = [events for runs in cells.values() for events in runs.values()]
+        rates = len(cells) > len({events[0]["settings"]["model"] for events in members})
+        in_epochs = [events for events in members if any(e.get("epoch") for e in events)]
+        if in_epochs:
+            text += ["#### Epochs", epochs_table(in_epochs)]
+        if in_epochs and not rates:
+            of_sweep = tuple(value for key, value in values.items() if key != "size")
+            sweeps.setdefault(of_sweep, []).extend(in_epochs)
         drawn = {
             "rates": (plot_rates, rates),
             "curves": (plot_curves, True),
             "steps": (plot_steps, targets(cells)[0]),
             "gap": (plot_gap, pairs(cells, val_curve)),
-            "gradients": (plot_gradients, all(layer_spread(e) for runs in cells.values() for e in runs.values())),
+            "gradients": (plot_gradients, all(map(layer_spread, members))),
         }
         for figure, (plot, possible) in drawn.items():
             if possible and rates in (False, figure == "rates"):  # a curve for each rate of each model would say little
                 figures.append((plot, shared, cells, run_name(figure, *values.values()) + ".png"))
-    in_epochs = [events for events in logs if any(e.get("epoch") for e in events)]
-    if in_epochs:
-        text += ["### Epochs", epochs_table(in_epochs)]
+    for of_sweep, in_epochs in sweeps.items():
         sizes = {}
         for events in in_epochs:
-            sizes.setdefault(base(events[0]["settings"]["model"]), set()).add(events[0]["params"]["total"])
-        if all(len(of_model) > 1 for of_model in sizes.values()):
-            table, fits = scaling_table(in_epochs)
-            text += ["### Scaling", table]
-            figures.append((plot_scaling, fits, "scaling.png"))
+            sizes.setdefault(sweep_name(events)[0], set()).add(events[0]["params"]["total"])
+        swept = [events for events in in_epochs if len(sizes[sweep_name(events)[0]]) > 1]
+        if swept:
+            table, fits = scaling_table(swept)
+            text += ["### " + ", ".join(["Scaling", *map(str, of_sweep)]), table]
+            figures.append((plot_scaling, fits, run_name("scaling", *of_sweep) + ".png"))
     text = "\n\n".join(text)
     if not out:
         return text, []
@@ -994,9 +1002,9 @@ def epochs_table(logs):
     """Markdown table: validation loss in nats per token and perplexity at the end of each epoch, the best evaluation
     within it, and the paper's late metric of each run."""
     rows = []
-    for events in logs:
+    for label, events in zip(labels(logs), logs):
         settings, late = events[0]["settings"], late_losses(events)
-        run = [settings["model"], settings["size"], settings["seeds"]]
+        run = [label, settings["size"], settings["seeds"]]
         points = [(e["epoch"], e["val_loss"]) for e in events if e["event"] == "val" and e.get("epoch")]
         for epoch in range(1, int(points[-1][0]) + 1):
             end = next((loss for at, loss in points if at == epoch), math.nan)
@@ -1041,6 +1049,14 @@ PAPER_LOSSES = {"5m": {"pam": 5.56, "sam": 4.78}, "100m": {"pam": 3.56, "sam": 3
 PAPER_RATIOS = {"5m": 2.18, "100m": 1.36}  # PAM's perplexity to SAM's
 
 
+def sweep_name(events):
+    """What a run of a sweep is: its model, with the options that are no shape, and its size, with those that are."""
+    s = events[0]["settings"]
+    model, *options = s["model"].split(":")
+    shape = [option for option in options if option.split("=")[0] in ("D", "L", "H", "d", "heads", "width", "N")]
+    return ":".join([model, *(x for x in options if x not in shape)]), ":".join([s["size"], *shape])
+
+
 def scaling_table(logs):
     """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's.
     Returns (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
@@ -1049,8 +1065,7 @@ def scaling_table(logs):
         points = {}
         for events in logs:
             mean, _, sigma_log = late_metric([of(x) for x in late_losses(events)])
-            name, *options = events[0]["settings"]["model"].split(":")
-            size = ":".join([events[0]["settings"]["size"], *options])
+            name, size = sweep_name(events)
             points.setdefault(name, []).append((events[0]["params"]["total"], mean, sigma_log))
             late.setdefault(size, {}).setdefault(quantity, {}).setdefault(name, []).append(mean)
         for name, of_model in points.items():

@@ -4729,12 +4729,12 @@ def test_training_in_epochs(program):
     assert "### Scaling" not in out  # one size gives no power law
 
 
-def write_epochs(folder, model, total, late):
+def write_epochs(folder, model, total, late, **settings):
     """A log with three epochs whose ends and best evaluations before are `late`."""
     folder.mkdir()
     header = {
         "settings": {"model": model, "size": "5m", "seeds": "1", "steps": 300, "batch": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0,
-                     "dtype": "float32", "eval_seqs": 8, "epochs": 3},
+                     "dtype": "float32", "eval_seqs": 8, "epochs": 3, **settings},
         "params": {"total": total}, "config": {"D": total}, "data": {"name": "x", "size": 1000, "sha256": "0" * 64},
     }  # fmt: skip
     events = [
@@ -4814,6 +4814,41 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     sam_loss = 8 * 1e7**-0.12 + 0.005
     assert f"| 5m:D=10000000 | sam | {sam_loss:.3f} | - |" in out
     assert Path("figures/scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scaling_fits_runs_of_one_kind(tmp_path):
+    """One law for each protocol and each model that is more than a shape, whatever the sizes' names; none through several
+    rates of one model, whose epochs are told apart; none for a model of one size."""
+
+    def sweep(name, exponent, totals=(10**5, 10**6), **settings):
+        runs = []
+        for total in totals:
+            folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+            late = [12 * x * total**exponent for x in (1.001, 0.999)] * 3
+            runs.append(write_epochs(folder, name.format(total), total, late, **settings))
+        return runs
+
+    pam = sweep("pam:D={}", -0.15) + sweep("pam:D={}:qk=unit", -0.1) + sweep("sam:D={}", -0.12)
+    slopes = [-0.15, -0.1, -0.12]
+
+    def laws(logs):
+        text, _ = report.training_report(logs)
+        rows = re.findall(r"\| loss \| (\S+) \| (\d) \| (\d) \| (-[\d.]+) \+- nan", text)
+        return [(name, int(runs), int(sizes), float(slope)) for name, runs, sizes, slope in rows], text
+
+    found, text = laws(pam)
+    assert [row[:3] for row in found] == [("pam", 2, 2), ("pam:qk=unit", 2, 2), ("sam", 2, 2)]
+    assert [row[3] for row in found] == pytest.approx(slopes, abs=1e-3)
+    assert text.count("### Scaling\n") == 1
+    assert laws(pam + sweep("transformer", -0.2, [10**6]))[0] == found  # of one size
+    by_size = sweep("pam", -0.15, [10**5]) + sweep("pam", -0.15, [10**6], size="10m")
+    assert [row[:3] for row in laws(by_size)[0]] == [("pam", 2, 2)]
+    found, text = laws(pam + sweep("pam:D={}", -0.3, dtype="bfloat16"))
+    assert [row[3] for row in found] == pytest.approx([*slopes, -0.3], abs=1e-3)
+    assert "### Scaling, float32\n" in text and "### Scaling, bfloat16\n" in text
+    found, text = laws(pam + sweep("pam:D={}", -0.3, lr=1e-3))
+    assert found == [] and "### Scaling" not in text
+    assert "| pam:D=100000, rate 0.001 | 5m | 1 | late" in text
 
 
 def test_effective_rank():
