@@ -25,7 +25,7 @@ from pathlib import Path
 
 from data import InputError, Parser, cache_dir, command_line, explain, needs, replace_file
 
-TARGETS = (3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
+TARGETS = (4.0, 3.5, 3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
 
 
 class Log:
@@ -417,6 +417,11 @@ def training_tables(shared, cells):
     def speed(events):
         return statistics.median([e["tok_s"] for e in events if e["event"] == "train" and "tok_s" in e] or [math.nan])
 
+    def mean_loss(events):
+        """Over the evaluations after the first, of a run that reached the budget: no one step decides it."""
+        losses = val_curve(events)[1][1:]
+        return statistics.fmean(losses) if losses and loss_at(events, budget) is not None else None
+
     def reaches(goal):
         return lambda events: steps_to_target(*val_curve(events), goal)
 
@@ -455,11 +460,11 @@ def training_tables(shared, cells):
             text += ["#### Ratio of steps", "Above 1: the second is faster. Geometric means.", markdown(["pair", *heads], rows)]  # fmt: skip
     warmup = {} if shared.get("schedule") == "constant" else {label: gaps[0] for label, gaps in PAPER_GAPS.items()}
     columns = [(lambda e: loss_at(e, at), warmup), (lambda e: loss_at(e, budget), {label: gaps[1] for label, gaps in PAPER_GAPS.items()}),
-               (final_loss, {})]  # fmt: skip
+               (final_loss, {}), (mean_loss, {})]  # fmt: skip
     rows = [[f"{a} - {b}", *row] for (a, b), row in paired(columns, difference)]
     if rows:
         text += [f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
-                 markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split"], rows)]  # fmt: skip
+                 markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split", "mean over the run"], rows)]  # fmt: skip
     rows = []
     for label, runs in cells.items():
         ends = [[loss_at(events, budget) for events in runs.values()], [*map(final_loss, runs.values())]]
@@ -558,9 +563,9 @@ def plot_curves(shared, cells, out):
 def plot_steps(shared, cells, out):
     """QS figure 3: bars of the steps to each target, points the seeds, in a bar its ratio to its reference, into the PNG `out`."""
     plt = pyplot()
-    goals, columns = targets(cells)[0], panels(cells)
-    fig, axes = plt.subplots(1, len(columns), figsize=(4.5 * len(columns), 3.6), sharey=True, squeeze=False)
-    for ax, (name, labels) in zip(axes[0], columns):
+    goals, rows = targets(cells)[0], panels(cells)
+    fig, axes = plt.subplots(len(rows), figsize=(9, 3.2 * len(rows)), squeeze=False)
+    for ax, (name, labels) in zip(axes[:, 0], rows):
         width = 0.8 / len(labels)
         for i, label in enumerate(labels):
             other, how = reference(label, cells), style(cells, label)
@@ -590,8 +595,8 @@ def plot_steps(shared, cells, out):
                     )
         ax.set_xticks(range(len(goals)), [f"{goal} {unit(shared['tokens'])}" for goal in goals])
         ax.set_title(name, fontsize=10)
-        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    axes[0][0].set_ylabel("steps to the validation loss")
+        ax.set_ylabel("steps to the validation loss")
+        ax.legend(fontsize=7)
     fig.suptitle(f"{caption(shared, cells)}; numbers: ratio of steps", fontsize=9)
     save_figure(plt, fig, out)
 
@@ -836,7 +841,7 @@ def task_tables(logs):
     text = [intro]
     every_seed, spread, paired, angles, skipped = [], [], [], [], 0
     for task, models in groups.items():
-        rows, first = [], None
+        rows, earlier = [], {}
         for model, runs in models.items():
             acc = {seed: accuracies(events) for seed, events in runs.items()}
             paper, _ = PAPER_TASKS.get(task, {}).get(model, ((), ()))
@@ -854,11 +859,13 @@ def task_tables(logs):
                 theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1]
                 theirs = f"{statistics.stdev(theirs):.3f}" if theirs and longest == 64 else "-"
                 spread.append([task, model, len(last), f"{statistics.stdev(last.values()):.3f}", theirs])
-            first = first or (model, last)
-            differences = [last[seed] - first[1][seed] for seed in last if seed in first[1]]
-            if model != first[0] and len(differences) > 1:
-                mean, half = mean_interval(differences)
-                paired.append([task, f"{model} - {first[0]}", len(differences), f"{mean:+.3f} +- {half:.3f}"])
+            for other, of_other in earlier.items():
+                both = [(a, of_other[seed]) for seed, a in acc.items() if seed in of_other]
+                if len(both) > 1:
+                    intervals = [mean_interval([a[length] - b[length] for a, b in both]) for length in lengths]
+                    cells = [f"{mean:+.3f} +- {half:.3f}" for mean, half in intervals]
+                    paired.append([task, f"{model} - {other}", len(both), *cells])
+            earlier[model] = acc
             for seed, events in runs.items():
                 skipped += events[-1]["skipped"]
                 for i, block in enumerate(events[-1].get("theta", ())):
@@ -869,8 +876,8 @@ def task_tables(logs):
         at = [f"L={length}" for length in lengths]
         text += [f"### {task}", markdown(["model", "parameters", "seeds", *at], rows)]
     if paired:
-        text += [f"### Paired by seed, L={longest}", "Mean difference and 95 % interval (Student's t).",
-                 markdown(["task", "difference", "seeds", "accuracy"], paired)]  # fmt: skip
+        text += ["### Paired by seed", "Mean difference in accuracy and 95 % interval (Student's t).",
+                 markdown(["task", "difference", "seeds", *at], paired)]  # fmt: skip
     if spread:
         text += [f"### Spread over the seeds, L={longest}", "Sample standard deviation; the paper's from the seeds of its tables 2-4 (its table 5 prints other numbers).",
                  markdown(["task", "model", "seeds", "ours", "paper"], spread)]  # fmt: skip
