@@ -1067,14 +1067,15 @@ def sweep_name(events):
 def scaling_table(logs):
     """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's.
     Returns (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
-    fits, late = {"loss": {}, "perplexity": {}}, {}  # late: {size: {quantity: {model: [y]}}}
+    fits, late = {"loss": {}, "perplexity": {}}, {}  # late: {size: {model: {seed: {quantity: y}}}}
     for quantity, of in (("loss", float), ("perplexity", math.exp)):
         points = {}
         for events in logs:
             mean, _, sigma_log = late_metric([of(x) for x in late_losses(events)])
             name, size = sweep_name(events)
             points.setdefault(name, []).append((events[0]["params"]["total"], mean, sigma_log))
-            late.setdefault(size, {}).setdefault(quantity, {}).setdefault(name, []).append(mean)
+            seeds = late.setdefault(size, {}).setdefault(name, {})
+            seeds.setdefault(events[0]["settings"]["seeds"], {})[quantity] = mean
         for name, of_model in points.items():
             sizes, values, sigmas = zip(*sorted(of_model))
             fits[quantity][name] = sizes, values, sigmas, power_law(sizes, values)
@@ -1088,32 +1089,47 @@ def scaling_table(logs):
             if {first, name} == {"pam", "sam"}:
                 cells[2] = "{:.2g} ({})".format(*paper["crossing"])
             rows.append([quantity, name, len(sizes), len(set(sizes)), slope, paper.get(name, "-"), *cells])
-    for size, means in late.items():
-        first = next(iter(means["loss"]))
-        loss, ppl = ({name: statistics.fmean(values) for name, values in of.items()} for of in means.values())
-        for name in loss:
-            ratio = PAPER_RATIOS.get(size, "-") if (first, name) == ("pam", "sam") else "-"
-            theirs = PAPER_LOSSES.get(size, {}).get(name, "-")
-            ends.append([size, name, f"{loss[name]:.3f}", theirs, f"{ppl[first] / ppl[name]:.2f}", ratio])
-    by_size = ["size", "model", "late loss, nats", "the paper's", "the first's perplexity / its own", "the paper's"]
+    for size, models in late.items():
+        first = next(iter(models))
+        for name, runs in models.items():
+            both = [
+                (models[first][seed]["perplexity"], y["perplexity"])
+                for seed, y in runs.items()
+                if seed in models[first]
+            ]
+            theirs = PAPER_RATIOS.get(size, "-") if (first, name) == ("pam", "sam") else "-"
+            compared = ["-", "-"] if name == first else [ratio(both), theirs]
+            loss = with_range([y["loss"] for y in runs.values()], 3)
+            ends.append([size, name, len(runs), loss, PAPER_LOSSES.get(size, {}).get(name, "-"), *compared])
+    by_size = [
+        "size",
+        "model",
+        "seeds",
+        "late loss, nats",
+        "the paper's",
+        "the first's perplexity / its own",
+        "the paper's",
+    ]
     head = ["quantity", "model", "runs", "sizes", "slope +- standard error", "the paper's slope",
             "crosses the first at N (y)", "N +- standard error", "the paper's"]  # fmt: skip
     return f"{markdown(by_size, ends)}\n\n{markdown(head, rows)}", fits
 
 
 def plot_scaling(fits, out):
-    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing, into the PNG `out`; hollow
-    markers are the paper's ends of the sweep."""
+    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing if it is known to a factor of
+    ten, into the PNG `out`; hollow markers are the paper's ends of the sweep."""
     plt = pyplot()
+    from matplotlib.ticker import LogFormatter
+
     fig, axes = plt.subplots(2, 1, figsize=(6, 7))
     for ax, (quantity, models) in zip(axes, fits.items()):
         laws, paper = [law for *_, law in models.values()], PAPER_FITS[quantity]
         met = crossing(*laws[:2]) if len(laws) > 1 else None
-        largest = max(max(sizes) for sizes, *_ in models.values())
-        drawn = met if met and largest / 1e3 < met[0] < 1e3 * largest else None
+        drawn = met if met and met[2] < 1 else None
         for i, (name, (sizes, values, sigmas, law)) in enumerate(models.items()):
             bars = [y * s * math.log(10) for y, s in zip(values, sigmas)]
-            label = f"{name}, slope {law[1]:.2f}" + (f" (the paper's {paper[name]})" if name in paper else "")
+            label = f"{name}, slope {law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
+            label += f" (the paper's {paper[name]})" if name in paper else ""
             marker, colour = "^*os"[i % 4], f"C{i}"
             ax.errorbar(sizes, values, bars, fmt=marker, color=colour, capsize=2, label=label)
             ends = [min(*sizes, *drawn[:1]) if drawn else min(sizes), max(*sizes, *drawn[:1]) if drawn else max(sizes)]
@@ -1125,9 +1141,12 @@ def plot_scaling(fits, out):
                     ax.plot(at, theirs, marker, color=colour, mfc="none", ms=9)
         if drawn:
             theirs = f" (the paper's {paper['crossing'][0]:.2g})" if {"pam", "sam"} == set(models) else ""
-            label = f"crossing at {drawn[0]:.2g}{theirs}"
+            label = f"crossing at 10^({math.log10(drawn[0]):.2f} +- {drawn[2]:.2f}){theirs}"
             ax.axvline(drawn[0], ls=":", color="grey", label=label)
         ax.set(xscale="log", yscale="log", ylabel=f"validation {quantity}" + (", nats" if quantity == "loss" else ""))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(LogFormatter())
+            axis.set_minor_formatter(LogFormatter())
         ax.legend(fontsize=8)
     axes[-1].set_xlabel("parameters")
     save_figure(plt, fig, out)

@@ -4578,8 +4578,7 @@ def test_report_of_unfinished_runs(program):
     assert "| 40 (24-57) | 44 (28-60) | not finished *237-252* | not finished |" in out
     assert (
         "| mamba - hmamba | +0.950, 1 of 2 seeds *0.321 and 0.368* | +0.800, 1 of 2 seeds *0.315 to 0.396* | +0.800, 1 of 2 seeds "
-        "| +1.267, 1 of 2 seeds |"
-        in out
+        "| +1.267, 1 of 2 seeds |" in out
     )
     assert "| 24 | 28 | - | - | - | - |" in out
     begun = Path("half/log.jsonl").read_text().splitlines()[0]
@@ -4811,11 +4810,29 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     assert re.search(r"\| loss \| pam \| 3 \| 3 \| -0\.1[45]\d \+- 0\.\d+ \| -0\.15 \|", out)
     assert re.search(r"\| loss \| sam .* 10\^5\.\d\d \+- 0\.0\d \| 4\.5e\+09 \(2\.05\) \|", out)
     pam_loss, sam_loss = 12 * 1e5**-0.15 + 0.005, 8 * 1e5**-0.12 + 0.005
-    assert f"| 5m | pam | {pam_loss:.3f} | 5.56 | 1.00 | - |" in out
-    assert re.search(rf"\| 5m \| sam \| {sam_loss:.3f} \| 4\.78 \| \d\.\d\d \| 2\.18 \|", out)
+    assert f"| 5m | pam | 1 | {pam_loss:.3f} | 5.56 | - | - |" in out
+    ppl = [(math.exp(x) + math.exp(x + 0.01)) / 2 for x in (pam_loss - 0.005, sam_loss - 0.005)]
+    assert f"| 5m | sam | 1 | {sam_loss:.3f} | 4.78 | {ppl[0] / ppl[1]:.2f} | 2.18 |" in out
     sam_loss = 8 * 1e7**-0.12 + 0.005
-    assert f"| 5m:D=10000000 | sam | {sam_loss:.3f} | - |" in out
+    assert f"| 5m:D=10000000 | sam | 1 | {sam_loss:.3f} | - |" in out
     assert Path("figures/scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("noise, drawn", [(0.001, True), (0.1, False)])
+def test_scaling_figure_has_no_crossing_that_the_points_do_not_show(noise, drawn, monkeypatch, tmp_path):
+    """It is there if its place is known to a factor of ten."""
+    figures, random = [], np.random.RandomState(0)
+    monkeypatch.setattr(report, "save_figure", lambda plt, fig, path: figures.append(fig))
+    sizes = np.repeat([1e5, 3e5, 1e6], 3)
+    laws = {"pam": 12 * sizes**-0.15, "sam": 8 * sizes**-0.12}
+    fits = {}
+    for quantity in ("loss", "perplexity"):
+        noisy = {name: values * np.exp(noise * random.randn(9)) for name, values in laws.items()}
+        fits[quantity] = {name: (sizes, y, 0.01 * y, report.power_law(sizes, y)) for name, y in noisy.items()}
+    report.plot_scaling(fits, tmp_path / "scaling.png")
+    labels = [[text.get_text() for text in ax.get_legend().get_texts()] for ax in figures[0].axes]
+    assert [any("crossing at 10^(" in label for label in of_axis) for of_axis in labels] == [drawn, drawn]
+    assert all(any("(the paper's -0.15)" in label for label in of_axis) for of_axis in labels[:1])
 
 
 def test_scaling_fits_runs_of_one_kind(tmp_path):
@@ -4848,6 +4865,18 @@ def test_scaling_fits_runs_of_one_kind(tmp_path):
     found, text = laws(pam + sweep("pam:D={}", -0.3, dtype="bfloat16"))
     assert [row[3] for row in found] == pytest.approx([*slopes, -0.3], abs=1e-3)
     assert "### Scaling, float32\n" in text and "### Scaling, bfloat16\n" in text
+    seeds = [
+        events
+        for seed, exponent in (("1", -0.15), ("2", -0.14))
+        for name in ("pam:D={}", "sam:D={}")
+        for events in sweep(name, exponent, seeds=seed)
+    ]
+    _, text = laws(seeds + sweep("sam:D={}", -0.15, seeds="3"))  # of which PAM has none
+    low, high = (12 * 10 ** (5 * exponent) for exponent in (-0.15, -0.14))
+    assert (
+        f"| 5m:D=100000 | sam | 3 | {(2 * low + high) / 3:.3f} ({low:.3f}-{high:.3f}) | - | 1.00 [1.000, 1.000] | - |"
+        in text
+    )
     found, text = laws(pam + sweep("pam:D={}", -0.3, lr=1e-3))
     assert found == [] and "### Scaling" not in text
     assert "| pam:D=100000, rate 0.001 | 5m | 1 | late" in text
