@@ -1037,9 +1037,10 @@ def power_law(sizes, values):
 
 
 def crossing(first, second):
-    """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if they are parallel."""
+    """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if they are parallel to within
+    two standard errors (then they meet anywhere)."""
     (a, b, covariance), (c, d, other) = first, second
-    if b == d:
+    if b == d or abs(b - d) < 2 * math.sqrt(covariance[1, 1] + other[1, 1]):
         return None
     x = (c - a) / (b - d)
     if abs(x) > 100:  # all but parallel
@@ -1116,8 +1117,8 @@ def scaling_table(logs):
 
 
 def plot_scaling(fits, out):
-    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing if it is known to a factor of
-    ten, into the PNG `out`; hollow markers are the paper's ends of the sweep."""
+    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing unless it is far away, into the
+    PNG `out`; hollow markers are the paper's ends of the sweep."""
     plt = pyplot()
     from matplotlib.ticker import LogFormatter
 
@@ -1125,7 +1126,8 @@ def plot_scaling(fits, out):
     for ax, (quantity, models) in zip(axes, fits.items()):
         laws, paper = [law for *_, law in models.values()], PAPER_FITS[quantity]
         met = crossing(*laws[:2]) if len(laws) > 1 else None
-        drawn = met if met and met[2] < 1 else None
+        largest = max(max(sizes) for sizes, *_ in models.values())
+        drawn = met if met and largest / 1e3 < met[0] < 1e3 * largest else None
         for i, (name, (sizes, values, sigmas, law)) in enumerate(models.items()):
             bars = [y * s * math.log(10) for y, s in zip(values, sigmas)]
             label = f"{name}, slope {law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
