@@ -144,13 +144,18 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.
        2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
 
 
+def t95(freedom):
+    """The 97.5 % quantile of Student's t, up to 4 % too large beyond 30 degrees of freedom."""
+    return T95[min(freedom, len(T95)) - 1]
+
+
 def mean_interval(values):
     """Mean and half-width of its 95 % confidence interval (Student's t); the half-width is None for a single value, and up
     to 4 % too wide for more than 31."""
     n, mean = len(values), statistics.fmean(values)
     if n < 2:
         return mean, None
-    return mean, T95[min(n - 1, len(T95)) - 1] * statistics.stdev(values) / math.sqrt(n)
+    return mean, t95(n - 1) * statistics.stdev(values) / math.sqrt(n)
 
 
 def markdown(head, rows):
@@ -343,7 +348,7 @@ def with_range(values, digits):
         return ""
     text = f"{statistics.fmean(found):.{digits}f}"
     text += f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
-    return text + (f", {len(found)} of {len(values)} seeds" if len(found) < len(values) else "")
+    return text + of_seeds(len(found), len(values))
 
 
 def difference(both):
@@ -361,6 +366,10 @@ def ratio(both):
     return f"{math.exp(mean):.2f}" + (
         "" if half is None else f" [{math.exp(mean - half):.3f}, {math.exp(mean + half):.3f}]"
     )
+
+
+def of_seeds(found, seeds):
+    return f", {found} of {seeds} seeds" if found < seeds else ""
 
 
 def pairs(cells, of):
@@ -410,6 +419,7 @@ def training_tables(shared, cells):
     budget (8), cost (9.3), spread of the layers' gradients (8.4), every run. *Italics: the paper's, at 253M.*"""
     loss, budget, (goals, common) = unit(shared["tokens"]), shared["steps"], targets(cells)
     at, what = warmup_end(shared)
+    evaluated = {step for runs in cells.values() for events in runs.values() for step in val_curve(events)[0] if step}
 
     def paper(values, label):
         return f" *{values[label]}*" if label in values and loss == "bpc" else ""
@@ -418,9 +428,9 @@ def training_tables(shared, cells):
         return statistics.median([e["tok_s"] for e in events if e["event"] == "train" and "tok_s" in e] or [math.nan])
 
     def mean_loss(events):
-        """Over the evaluations after the first, of a run that reached the budget: no one step decides it."""
-        losses = val_curve(events)[1][1:]
-        return statistics.fmean(losses) if losses and loss_at(events, budget) is not None else None
+        """At the steps of all evaluations but the first, of a run that reached the budget: no one step decides it."""
+        losses = [loss_at(events, step) for step in sorted(evaluated)]
+        return statistics.fmean(losses) if losses and None not in losses else None
 
     def reaches(goal):
         return lambda events: steps_to_target(*val_curve(events), goal)
@@ -430,9 +440,7 @@ def training_tables(shared, cells):
         found = {}
         for i, (of, printed) in enumerate(columns):
             for label, other, both in pairs(cells, of):
-                cell = join(both) + (
-                    f", {len(both)} of {len(cells[label])} seeds" if len(both) < len(cells[label]) else ""
-                )
+                cell = join(both) + of_seeds(len(both), len(cells[label]))
                 cell += paper(printed, label) if other == COMPLEX.get(label) else ""
                 found.setdefault((label, other), ["-"] * len(columns))[i] = cell
         return found.items()
@@ -464,7 +472,7 @@ def training_tables(shared, cells):
     rows = [[f"{a} - {b}", *row] for (a, b), row in paired(columns, difference)]
     if rows:
         text += [f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
-                 markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split", "mean over the run"], rows)]  # fmt: skip
+                 markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split", "mean of all steps but 0"], rows)]  # fmt: skip
     rows = []
     for label, runs in cells.items():
         ends = [[loss_at(events, budget) for events in runs.values()], [*map(final_loss, runs.values())]]
@@ -700,10 +708,14 @@ def training_report(logs, out=None):
         rates = len(cells) > len({events[0]["settings"]["model"] for events in members})
         in_epochs = [events for events in members if any(e.get("epoch") for e in events)]
         if in_epochs:
-            text += ["#### Epochs", epochs_table(in_epochs)]
-        if in_epochs and not rates:
-            of_sweep = tuple(value for key, value in values.items() if key != "size")
-            sweeps.setdefault(of_sweep, []).extend(in_epochs)
+            text += ["#### Epochs", epochs_table(members)]
+        if in_epochs and rates:
+            text.append("No power laws: a model has several rates here.")
+        elif in_epochs:
+            protocol = json.dumps({key: value for key, value in shared.items() if key != "size"}, sort_keys=True)
+            named = {key: value for key, value in values.items() if key != "size"}
+            finished = [events for events in in_epochs if final_loss(events) is not None]
+            sweeps.setdefault(protocol, (named, shared["tokens"], []))[-1].extend(finished)
         drawn = {
             "rates": (plot_rates, rates),
             "curves": (plot_curves, True),
@@ -714,15 +726,15 @@ def training_report(logs, out=None):
         for figure, (plot, possible) in drawn.items():
             if possible and rates in (False, figure == "rates"):  # a curve for each rate of each model would say little
                 figures.append((plot, shared, cells, run_name(figure, *values.values()) + ".png"))
-    for of_sweep, in_epochs in sweeps.items():
+    for named, tokens, finished in sweeps.values():
         sizes = {}
-        for events in in_epochs:
+        for events in finished:
             sizes.setdefault(sweep_name(events)[0], set()).add(events[0]["params"]["total"])
-        swept = [events for events in in_epochs if len(sizes[sweep_name(events)[0]]) > 1]
+        swept = [events for events in finished if len(sizes[sweep_name(events)[0]]) > 1]
         if swept:
-            table, fits = scaling_table(swept)
-            text += ["### " + ", ".join(["Scaling", *map(str, of_sweep)]), table]
-            figures.append((plot_scaling, fits, run_name("scaling", *of_sweep) + ".png"))
+            table, fits = scaling_table(swept, tokens)
+            text += ["### " + ", ".join(["Scaling", *(f"{key} {value}" for key, value in named.items())]), table]
+            figures.append((plot_scaling, fits, tokens, run_name("scaling", *named.values()) + ".png"))
     text = "\n\n".join(text)
     if not out:
         return text, []
@@ -1010,9 +1022,11 @@ def epochs_table(logs):
     within it, and the paper's late metric of each run."""
     rows = []
     for label, events in zip(labels(logs), logs):
+        points = [(e["epoch"], e["val_loss"]) for e in events if e["event"] == "val" and e.get("epoch")]
+        if not points:  # begun
+            continue
         settings, late = events[0]["settings"], late_losses(events)
         run = [label, settings["size"], settings["seeds"]]
-        points = [(e["epoch"], e["val_loss"]) for e in events if e["event"] == "val" and e.get("epoch")]
         for epoch in range(1, int(points[-1][0]) + 1):
             end = next((loss for at, loss in points if at == epoch), math.nan)
             before = min((loss for at, loss in points if epoch - 1 < at < epoch), default=math.nan)
@@ -1036,11 +1050,11 @@ def power_law(sizes, values):
     return float(coefficients[0]), float(coefficients[1]), scatter * np.linalg.inv(X.T @ X)
 
 
-def crossing(first, second):
-    """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if they are parallel to within
-    two standard errors (then they meet anywhere)."""
+def crossing(first, second, freedom):
+    """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if they may as well be parallel:
+    if 0 lies in the 95 % interval of the difference of their slopes. freedom: degrees of freedom of both, points minus 4."""
     (a, b, covariance), (c, d, other) = first, second
-    if b == d or abs(b - d) < 2 * math.sqrt(covariance[1, 1] + other[1, 1]):
+    if freedom < 1 or abs(b - d) <= t95(freedom) * math.sqrt(covariance[1, 1] + other[1, 1]):
         return None
     x = (c - a) / (b - d)
     if abs(x) > 100:  # all but parallel
@@ -1061,12 +1075,14 @@ def sweep_name(events):
     """What a run of a sweep is: its model, with the options that are no shape, and its size, with those that are."""
     s = events[0]["settings"]
     model, *options = s["model"].split(":")
-    shape = [option for option in options if option.split("=")[0] in ("D", "L", "H", "d", "heads", "width", "N")]
+    options.sort()
+    shape = [option for option in options if option.split("=")[0] in ("D", "L", "H", "N", "d", "heads", "mlp", "width")]
     return ":".join([model, *(x for x in options if x not in shape)]), ":".join([s["size"], *shape])
 
 
-def scaling_table(logs):
-    """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's.
+def scaling_table(logs, tokens):
+    """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's
+    if the losses are of its `tokens`, "gpt2".
     Returns (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
     fits, late = {"loss": {}, "perplexity": {}}, {}  # late: {size: {model: {seed: {quantity: y}}}}
     for quantity, of in (("loss", float), ("perplexity", math.exp)):
@@ -1075,57 +1091,58 @@ def scaling_table(logs):
             mean, _, sigma_log = late_metric([of(x) for x in late_losses(events)])
             name, size = sweep_name(events)
             points.setdefault(name, []).append((events[0]["params"]["total"], mean, sigma_log))
-            seeds = late.setdefault(size, {}).setdefault(name, {})
-            seeds.setdefault(events[0]["settings"]["seeds"], {})[quantity] = mean
+            runs, seed = late.setdefault(size, {}).setdefault(name, {}), events[0]["settings"]["seeds"]
+            if quantity in runs.setdefault(seed, {}):
+                raise InputError(f"two runs of {name}, size {size}, with seed {seed}: name one of them")
+            runs[seed][quantity] = mean
         for name, of_model in points.items():
             sizes, values, sigmas = zip(*sorted(of_model))
             fits[quantity][name] = sizes, values, sigmas, power_law(sizes, values)
-    rows, ends = [], []
+    rows, ends, first = [], [], next(iter(fits["loss"]))
     for quantity, models in fits.items():
-        first, paper = next(iter(models)), PAPER_FITS[quantity]
+        paper = PAPER_FITS[quantity]
         for name, (sizes, _, _, law) in models.items():
             slope, cells = f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}", ["-", "-", "-"]
-            if name != first and (met := crossing(models[first][3], law)):
-                cells[:2] = f"{met[0]:.2g} ({met[1]:.3g})", f"10^{math.log10(met[0]):.2f} +- {met[2]:.2f}"
-            if {first, name} == {"pam", "sam"}:
+            if name != first and (met := meeting(models, first, name)):
+                cells[:2] = f"{met[0]:.2g} ({met[1]:.3g})", f"{math.log10(met[0]):.2f} +- {met[2]:.2f}"
+            if (first, name) == ("pam", "sam"):
                 cells[2] = "{:.2g} ({})".format(*paper["crossing"])
             rows.append([quantity, name, len(sizes), len(set(sizes)), slope, paper.get(name, "-"), *cells])
     for size, models in late.items():
-        first = next(iter(models))
+        reference = models.get(first, {})
         for name, runs in models.items():
-            both = [
-                (models[first][seed]["perplexity"], y["perplexity"])
-                for seed, y in runs.items()
-                if seed in models[first]
-            ]
-            theirs = PAPER_RATIOS.get(size, "-") if (first, name) == ("pam", "sam") else "-"
-            compared = ["-", "-"] if name == first else [ratio(both), theirs]
-            loss = with_range([y["loss"] for y in runs.values()], 3)
-            ends.append([size, name, len(runs), loss, PAPER_LOSSES.get(size, {}).get(name, "-"), *compared])
-    by_size = [
-        "size",
-        "model",
-        "seeds",
-        "late loss, nats",
-        "the paper's",
-        "the first's perplexity / its own",
-        "the paper's",
-    ]
+            both = [(reference[seed]["perplexity"], y["perplexity"]) for seed, y in runs.items() if seed in reference]
+            compared = ratio(both) + of_seeds(len(both), len(runs)) if both and name != first else "-"
+            loss, printed = with_range([y["loss"] for y in runs.values()], 3), ("-", "-")
+            if tokens == "gpt2":
+                printed = (
+                    PAPER_LOSSES.get(size, {}).get(name, "-"),
+                    PAPER_RATIOS.get(size, "-") if name == "sam" else "-",
+                )
+            ends.append([size, name, len(runs), loss, printed[0], compared, printed[1]])
+    by_size = ["size", "model", "seeds", "late loss, nats", "the paper's", f"perplexity of {first} / its own", "the paper's"]  # fmt: skip
     head = ["quantity", "model", "runs", "sizes", "slope +- standard error", "the paper's slope",
-            "crosses the first at N (y)", "N +- standard error", "the paper's"]  # fmt: skip
-    return f"{markdown(by_size, ends)}\n\n{markdown(head, rows)}", fits
+            f"crosses {first} at N (y)", "log10 N +- standard error", "the paper's"]  # fmt: skip
+    how = "Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there is no crossing."
+    return "\n\n".join([markdown(by_size, ends), how, markdown(head, rows)]), fits
 
 
-def plot_scaling(fits, out):
+def meeting(models, first, second):
+    """Where the laws of two models of a fit of scaling_table cross, or None."""
+    (sizes, *_, law), (others, *_, other) = models[first], models[second]
+    return crossing(law, other, len(sizes) + len(others) - 4)
+
+
+def plot_scaling(fits, tokens, out):
     """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing unless it is far away, into the
-    PNG `out`; hollow markers are the paper's ends of the sweep."""
+    PNG `out`; hollow markers are the paper's ends of the sweep, of its `tokens`."""
     plt = pyplot()
     from matplotlib.ticker import LogFormatter
 
     fig, axes = plt.subplots(2, 1, figsize=(6, 7))
     for ax, (quantity, models) in zip(axes, fits.items()):
-        laws, paper = [law for *_, law in models.values()], PAPER_FITS[quantity]
-        met = crossing(*laws[:2]) if len(laws) > 1 else None
+        names, paper = list(models), PAPER_FITS[quantity]
+        met = meeting(models, *names[:2]) if len(names) > 1 else None
         largest = max(max(sizes) for sizes, *_ in models.values())
         drawn = met if met and largest / 1e3 < met[0] < 1e3 * largest else None
         for i, (name, (sizes, values, sigmas, law)) in enumerate(models.items()):
@@ -1138,12 +1155,12 @@ def plot_scaling(fits, out):
             ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
             for size, losses in PAPER_LOSSES.items():
                 at = 1e6 * float(size[:-1])
-                if name in losses and sizes[0] / 2 < at < 2 * sizes[-1]:
+                if tokens == "gpt2" and name in losses and sizes[0] / 2 < at < 2 * sizes[-1]:
                     theirs = losses[name] if quantity == "loss" else math.exp(losses[name])
                     ax.plot(at, theirs, marker, color=colour, mfc="none", ms=9)
         if drawn:
-            theirs = f" (the paper's {paper['crossing'][0]:.2g})" if {"pam", "sam"} == set(models) else ""
-            label = f"crossing at 10^({math.log10(drawn[0]):.2f} +- {drawn[2]:.2f}){theirs}"
+            theirs = f" (the paper's {paper['crossing'][0]:.2g})" if names[:2] == ["pam", "sam"] else ""
+            label = f"{names[1]} crosses {names[0]} at 10^({math.log10(drawn[0]):.2f} +- {drawn[2]:.2f}){theirs}"
             ax.axvline(drawn[0], ls=":", color="grey", label=label)
         ax.set(xscale="log", yscale="log", ylabel=f"validation {quantity}" + (", nats" if quantity == "loss" else ""))
         for axis in (ax.xaxis, ax.yaxis):
