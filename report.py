@@ -1094,11 +1094,11 @@ def scaling_table(logs, tokens):
             runs, seed = late.setdefault(size, {}).setdefault(name, {}), events[0]["settings"]["seeds"]
             if quantity in runs.setdefault(seed, {}):
                 raise InputError(f"two runs of {name}, size {size}, with seed {seed}: name one of them")
-            runs[seed][quantity] = mean
+            runs[seed] |= {quantity: mean, "parameters": events[0]["params"]["total"]}
         for name, of_model in points.items():
             sizes, values, sigmas = zip(*sorted(of_model))
             fits[quantity][name] = sizes, values, sigmas, power_law(sizes, values)
-    rows, ends, first = [], [], next(iter(fits["loss"]))
+    rows, ends, first = [], [], "pam" if "pam" in fits["loss"] else next(iter(fits["loss"]))
     for quantity, models in fits.items():
         paper = PAPER_FITS[quantity]
         for name, (sizes, _, _, law) in models.items():
@@ -1108,7 +1108,10 @@ def scaling_table(logs, tokens):
             if (first, name) == ("pam", "sam"):
                 cells[2] = "{:.2g} ({})".format(*paper["crossing"])
             rows.append([quantity, name, len(sizes), len(set(sizes)), slope, paper.get(name, "-"), *cells])
-    for size, models in late.items():
+    by_parameters = sorted(
+        late.items(), key=lambda item: max(y["parameters"] for runs in item[1].values() for y in runs.values())
+    )
+    for size, models in by_parameters:
         reference = models.get(first, {})
         for name, runs in models.items():
             both = [(reference[seed]["perplexity"], y["perplexity"]) for seed, y in runs.items() if seed in reference]
@@ -1119,12 +1122,13 @@ def scaling_table(logs, tokens):
                     PAPER_LOSSES.get(size, {}).get(name, "-"),
                     PAPER_RATIOS.get(size, "-") if name == "sam" else "-",
                 )
-            ends.append([size, name, len(runs), loss, printed[0], compared, printed[1]])
-    by_size = ["size", "model", "seeds", "late loss, nats", "the paper's", f"perplexity of {first} / its own", "the paper's"]  # fmt: skip
+            parameters = f"{next(iter(runs.values()))['parameters']:,}"
+            ends.append([size, name, parameters, len(runs), loss, printed[0], compared, printed[1]])
+    head_of_sizes = ["size", "model", "parameters", "seeds", "late loss, nats", "the paper's", f"perplexity of {first} / its own", "the paper's"]  # fmt: skip
     head = ["quantity", "model", "runs", "sizes", "slope +- standard error", "the paper's slope",
             f"crosses {first} at N (y)", "log10 N +- standard error", "the paper's"]  # fmt: skip
     how = "Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there is no crossing."
-    return "\n\n".join([markdown(by_size, ends), how, markdown(head, rows)]), fits
+    return "\n\n".join([markdown(head_of_sizes, ends), how, markdown(head, rows)]), fits
 
 
 def meeting(models, first, second):
@@ -1452,7 +1456,7 @@ def diagnose(runs, logs, out, wordnet=None):
     models = [sample.load(folder) for folder in folders]
     with explain(f"write {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    rank_rows, by_head, coherence, curves, paths = [], [], [], {}, [out / "tables.md", out / "repetition.png"]
+    rank_rows, by_head, coherence, curves, paths = [], [], [], {}, [out / "tables.md"]
     repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
     for folder, events, (model, meta) in zip(folders, logs, models):
         name, s, d = folder.name, events[0]["settings"], model.config.d
@@ -1492,7 +1496,9 @@ def diagnose(runs, logs, out, wordnet=None):
             coherence += [f"#### {name}", coherence_table(groups)]
             paths.append(out / f"coherence-{name}.png")
             plot_coherence(groups, paths[-1])
-    plot_repetition(curves, paths[1])
+    if any(steps for steps, _ in curves.values()):
+        paths.append(out / "repetition.png")
+        plot_repetition(curves, paths[-1])
     at = [f"{model}after {t}" for model in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
     text = [
         "### Effective rank of the memory S_t",

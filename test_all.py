@@ -4826,11 +4826,11 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     assert re.search(r"\| loss \| pam \| 3 \| 3 \| -0\.1[45]\d \+- 0\.\d+ \| -0\.15 \|", out)
     assert re.search(r"\| loss \| sam .* 5\.\d\d \+- 0\.0\d \| 4\.5e\+09 \(2\.05\) \|", out)
     pam_loss, sam_loss = 12 * 1e5**-0.15 + 0.005, 8 * 1e5**-0.12 + 0.005
-    assert f"| 5m | pam | 1 | {pam_loss:.3f} | 5.56 | - | - |" in out
+    assert f"| 5m | pam | 100,000 | 1 | {pam_loss:.3f} | 5.56 | - | - |" in out
     ppl = [(math.exp(x) + math.exp(x + 0.01)) / 2 for x in (pam_loss - 0.005, sam_loss - 0.005)]
-    assert f"| 5m | sam | 1 | {sam_loss:.3f} | 4.78 | {ppl[0] / ppl[1]:.2f} | 2.18 |" in out
+    assert f"| 5m | sam | 100,000 | 1 | {sam_loss:.3f} | 4.78 | {ppl[0] / ppl[1]:.2f} | 2.18 |" in out
     sam_loss = 8 * 1e7**-0.12 + 0.005
-    assert f"| 5m:D=10000000 | sam | 1 | {sam_loss:.3f} | - |" in out
+    assert f"| 5m:D=10000000 | sam | 10,000,000 | 1 | {sam_loss:.3f} | - |" in out
     assert Path("figures/scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -4894,7 +4894,7 @@ def test_scaling_fits_runs_of_one_kind(tmp_path):
     _, text = laws(seeds + sweep("sam:D={}", -0.15, seeds="3"))  # of which PAM has none
     low, high = (12 * 10 ** (5 * exponent) for exponent in (-0.15, -0.14))
     assert (
-        f"| 5m:D=100000 | sam | 3 | {(2 * low + high) / 3:.3f} ({low:.3f}-{high:.3f}) | - | 1.00 [1.000, 1.000], 2 of 3 seeds | - |"
+        f"| 5m:D=100000 | sam | 100,000 | 3 | {(2 * low + high) / 3:.3f} ({low:.3f}-{high:.3f}) | - | 1.00 [1.000, 1.000], 2 of 3 seeds | - |"
         in text
     )
     found, text = laws(pam + sweep("pam:D={}", -0.3, lr=1e-3))
@@ -4911,7 +4911,7 @@ def test_scaling_takes_finished_runs_whatever_the_order_of_options(program, tmp_
     runs = [f"{name}{total}" for total in sizes for name in "ps"]
     expected = program(report, *runs)[1]
     table = expected.split("### Scaling")[1]
-    assert f"| 5m:D=8:H=2 | sam | 1 | {12 * 1e5**-0.12:.3f} | - | 0." in table
+    assert f"| 5m:D=8:H=2 | sam | 100,000 | 1 | {12 * 1e5**-0.12:.3f} | - | 0." in table
     for seed, name, lines in (("2", "half", 8), ("3", "begun", 2)):  # "begun" before the first step
         write_epochs(tmp_path / name, "pam:D=8:H=2", 10**5, [5.0] * 6, seeds=seed)
         log = Path(name, "log.jsonl")
@@ -5109,6 +5109,14 @@ def test_diagnostics_of_runs(merges, program, tmp_path):
     )
     assert f"| pam-bytes | words | {report.SAMPLING['generated']} | 1 |" in out
     assert "Not measured: --wordnet FOLDER" in out
+    log, other = (
+        Path("pam-bytes/log.jsonl"),
+        Path("quiet/log.jsonl"),
+    )  # without texts in the log there is no figure of them
+    shutil.copytree("pam-bytes", "quiet")
+    other.write_text("".join(x for x in log.read_text().splitlines(keepends=True) if '"generated"' not in x))
+    assert program(report, "quiet", "--diagnostics", "without")[0] == 0
+    assert {p.name for p in Path("without").iterdir()} == {"tables.md", "ranks-quiet.png"}
     tables = Path("figures/tables.md").read_text()
     assert all(line in tables for line in out.splitlines() if line.startswith("|"))
 
