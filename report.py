@@ -150,8 +150,7 @@ def t95(freedom):
 
 
 def mean_interval(values):
-    """Mean and half-width of its 95 % confidence interval (Student's t); the half-width is None for a single value, and up
-    to 4 % too wide for more than 31."""
+    """Mean and half-width of its 95 % confidence interval (Student's t); the half-width is None for a single value."""
     n, mean = len(values), statistics.fmean(values)
     if n < 2:
         return mean, None
@@ -284,8 +283,8 @@ def group_runs(logs):
     return [(shared, _cells(members)) for shared, members in groups]
 
 
-def labels(logs):
-    """Names of the runs: their models, with their rates where one has several."""
+def run_labels(logs):
+    """The runs' names: the model, and its rate if that model was run at several."""
     rates, settings = {}, [events[0]["settings"] for events in logs]
     for s in settings:
         rates.setdefault(s["model"], set()).add(s.get("lr"))
@@ -294,7 +293,7 @@ def labels(logs):
 
 def _cells(logs):
     families, cells = list(FAMILIES), {}
-    for label, events in zip(labels(logs), logs):
+    for label, events in zip(run_labels(logs), logs):
         s = events[0]["settings"]
         runs = cells.setdefault(label, {})
         if runs.setdefault(s["seeds"], events) is not events:
@@ -428,7 +427,7 @@ def training_tables(shared, cells):
         return statistics.median([e["tok_s"] for e in events if e["event"] == "train" and "tok_s" in e] or [math.nan])
 
     def mean_loss(events):
-        """At the steps of all evaluations but the first, of a run that reached the budget: no one step decides it."""
+        """Mean of the losses at all evaluated steps but 0, or None if the run did not reach the budget."""
         losses = [loss_at(events, step) for step in sorted(evaluated)]
         return statistics.fmean(losses) if losses and None not in losses else None
 
@@ -472,7 +471,7 @@ def training_tables(shared, cells):
     rows = [[f"{a} - {b}", *row] for (a, b), row in paired(columns, difference)]
     if rows:
         text += [f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
-                 markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split", "mean of all steps but 0"], rows)]  # fmt: skip
+                 markdown(["pair", f"at step {at:.0f}, {what}", f"at step {budget}, the budget", "there, whole split", "mean of all evaluations but the first"], rows)]  # fmt: skip
     rows = []
     for label, runs in cells.items():
         ends = [[loss_at(events, budget) for events in runs.values()], [*map(final_loss, runs.values())]]
@@ -1021,9 +1020,9 @@ def epochs_table(logs):
     """Markdown table: validation loss in nats per token and perplexity at the end of each epoch, the best evaluation
     within it, and the paper's late metric of each run."""
     rows = []
-    for label, events in zip(labels(logs), logs):
+    for label, events in zip(run_labels(logs), logs):
         points = [(e["epoch"], e["val_loss"]) for e in events if e["event"] == "val" and e.get("epoch")]
-        if not points:  # begun
+        if not points:  # begun, not yet evaluated
             continue
         settings, late = events[0]["settings"], late_losses(events)
         run = [label, settings["size"], settings["seeds"]]
@@ -1054,7 +1053,8 @@ def crossing(first, second, freedom):
     """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if they may as well be parallel:
     if 0 lies in the 95 % interval of the difference of their slopes. freedom: degrees of freedom of both, points minus 4."""
     (a, b, covariance), (c, d, other) = first, second
-    if freedom < 1 or abs(b - d) <= t95(freedom) * math.sqrt(covariance[1, 1] + other[1, 1]):
+    apart = freedom > 0 and abs(b - d) > t95(freedom) * math.sqrt(covariance[1, 1] + other[1, 1])  # nan: of two points
+    if not apart:
         return None
     x = (c - a) / (b - d)
     if abs(x) > 100:  # all but parallel
@@ -1071,20 +1071,23 @@ PAPER_LOSSES = {"5m": {"pam": 5.56, "sam": 4.78}, "100m": {"pam": 3.56, "sam": 3
 PAPER_RATIOS = {"5m": 2.18, "100m": 1.36}  # PAM's perplexity to SAM's
 
 
+SHAPE_OPTIONS = ("D", "L", "H", "N", "d", "heads", "mlp", "width")
+
+
 def sweep_name(events):
-    """What a run of a sweep is: its model, with the options that are no shape, and its size, with those that are."""
+    """(model with its other options, size with the options of shape) of a run."""
     s = events[0]["settings"]
     model, *options = s["model"].split(":")
     options.sort()
-    shape = [option for option in options if option.split("=")[0] in ("D", "L", "H", "N", "d", "heads", "mlp", "width")]
+    shape = [option for option in options if option.split("=")[0] in SHAPE_OPTIONS]
     return ":".join([model, *(x for x in options if x not in shape)]), ":".join([s["size"], *shape])
 
 
 def scaling_table(logs, tokens):
-    """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's
-    if the losses are of its `tokens`, "gpt2".
+    """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's:
+    all of it if `tokens` are its own, "gpt2", else what does not depend on them, slopes of the loss and their crossing.
     Returns (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
-    fits, late = {"loss": {}, "perplexity": {}}, {}  # late: {size: {model: {seed: {quantity: y}}}}
+    fits, late = {"loss": {}, "perplexity": {}}, {}  # late: {size: {model: {seed: {quantity: y, "parameters": N}}}}
     for quantity, of in (("loss", float), ("perplexity", math.exp)):
         points = {}
         for events in logs:
@@ -1095,18 +1098,19 @@ def scaling_table(logs, tokens):
             if quantity in runs.setdefault(seed, {}):
                 raise InputError(f"two runs of {name}, size {size}, with seed {seed}: name one of them")
             runs[seed] |= {quantity: mean, "parameters": events[0]["params"]["total"]}
-        for name, of_model in points.items():
-            sizes, values, sigmas = zip(*sorted(of_model))
+        for name in sorted(points, key=lambda name: name != "pam"):  # the others are compared with the first
+            sizes, values, sigmas = zip(*sorted(points[name]))
             fits[quantity][name] = sizes, values, sigmas, power_law(sizes, values)
-    rows, ends, first = [], [], "pam" if "pam" in fits["loss"] else next(iter(fits["loss"]))
+    rows, ends, first = [], [], next(iter(fits["loss"]))
     for quantity, models in fits.items():
-        paper = PAPER_FITS[quantity]
+        paper = PAPER_FITS[quantity] if tokens == "gpt2" or quantity == "loss" else {}
         for name, (sizes, _, _, law) in models.items():
             slope, cells = f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}", ["-", "-", "-"]
             if name != first and (met := meeting(models, first, name)):
                 cells[:2] = f"{met[0]:.2g} ({met[1]:.3g})", f"{math.log10(met[0]):.2f} +- {met[2]:.2f}"
-            if (first, name) == ("pam", "sam"):
-                cells[2] = "{:.2g} ({})".format(*paper["crossing"])
+            if paper and (first, name) == ("pam", "sam"):
+                n, y = paper["crossing"]
+                cells[2] = f"{n:.2g}" + f" ({y})" * (tokens == "gpt2")
             rows.append([quantity, name, len(sizes), len(set(sizes)), slope, paper.get(name, "-"), *cells])
     by_parameters = sorted(
         late.items(), key=lambda item: max(y["parameters"] for runs in item[1].values() for y in runs.values())
@@ -1120,7 +1124,7 @@ def scaling_table(logs, tokens):
             if tokens == "gpt2":
                 printed = (
                     PAPER_LOSSES.get(size, {}).get(name, "-"),
-                    PAPER_RATIOS.get(size, "-") if name == "sam" else "-",
+                    PAPER_RATIOS.get(size, "-") if (first, name) == ("pam", "sam") else "-",
                 )
             parameters = f"{next(iter(runs.values()))['parameters']:,}"
             ends.append([size, name, parameters, len(runs), loss, printed[0], compared, printed[1]])
@@ -1145,7 +1149,7 @@ def plot_scaling(fits, tokens, out):
 
     fig, axes = plt.subplots(2, 1, figsize=(6, 7))
     for ax, (quantity, models) in zip(axes, fits.items()):
-        names, paper = list(models), PAPER_FITS[quantity]
+        names, paper = list(models), PAPER_FITS[quantity] if tokens == "gpt2" or quantity == "loss" else {}
         met = meeting(models, *names[:2]) if len(names) > 1 else None
         largest = max(max(sizes) for sizes, *_ in models.values())
         drawn = met if met and largest / 1e3 < met[0] < 1e3 * largest else None
@@ -1163,7 +1167,7 @@ def plot_scaling(fits, tokens, out):
                     theirs = losses[name] if quantity == "loss" else math.exp(losses[name])
                     ax.plot(at, theirs, marker, color=colour, mfc="none", ms=9)
         if drawn:
-            theirs = f" (the paper's {paper['crossing'][0]:.2g})" if names[:2] == ["pam", "sam"] else ""
+            theirs = f" (the paper's {paper['crossing'][0]:.2g})" if paper and names[:2] == ["pam", "sam"] else ""
             label = f"{names[1]} crosses {names[0]} at 10^({math.log10(drawn[0]):.2f} +- {drawn[2]:.2f}){theirs}"
             ax.axvline(drawn[0], ls=":", color="grey", label=label)
         ax.set(xscale="log", yscale="log", ylabel=f"validation {quantity}" + (", nats" if quantity == "loss" else ""))

@@ -4787,7 +4787,9 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     assert report.crossing((3.0, -0.5, exact), (2.0, -0.25, exact), 1) == pytest.approx((1e4, 10, 0))
     assert report.crossing((3.0, -0.5, exact), (2.0, -0.5, exact), 1) is None
     assert np.isnan(report.power_law(sizes[:2], [2, 1])[2]).all()
-    assert report.crossing(*(report.power_law(sizes[:2], y) for y in ([2, 1], [3, 1])), 0) is None
+    two, other, three = (report.power_law(sizes[: len(y)], y) for y in ([2, 1], [3, 1], [3, 2, 1]))
+    assert report.crossing(two, other, 0) is None
+    assert report.crossing(two, three, 1) is None
     # The error of the crossing, against fits of the same law with noise on the points.
     random, laws = np.random.RandomState(0), ((3.0, -0.5), (2.0, -0.25))
     x, met, stated = np.linspace(3, 5, 9), [], []
@@ -4831,6 +4833,16 @@ def test_power_laws_and_their_crossing(program, tmp_path):
     assert f"| 5m | sam | 100,000 | 1 | {sam_loss:.3f} | 4.78 | {ppl[0] / ppl[1]:.2f} | 2.18 |" in out
     sam_loss = 8 * 1e7**-0.12 + 0.005
     assert f"| 5m:D=10000000 | sam | 10,000,000 | 1 | {sam_loss:.3f} | - |" in out
+    logs = [report.read_log(run) for run in runs]
+    text, _ = report.scaling_table(logs[::-1], "bytes")  # PAM first all the same; of the paper what holds for bytes
+    assert "| perplexity of pam / its own |" in text and not re.search(
+        r"5\.56|4\.78|2\.18|-0\.65|-0\.49|5\.5e\+08|2\.05", text
+    )
+    assert re.search(r"\| loss \| sam .* \| -0\.12 \| .* \| 4\.5e\+09 \|", text)
+    no_pam = [
+        write_epochs(tmp_path / f"t{total}", f"transformer:D={total}", total, [3.0] * 6) for total in (10**5, 10**6)
+    ]
+    assert "2.18" not in report.scaling_table([*no_pam, *logs[3:]], "gpt2")[0]
     assert Path("figures/scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
