@@ -1,4 +1,5 @@
-"""Every test of the repository: `pytest -q`. Two CPU cores, no network, deterministic.
+"""Every test of the repository: `pytest -q`; without the slow ones: `pytest -q -m "not slow"`. Two CPU cores, no
+network, deterministic.
 
 Groups: kernels against their references, models, data and its faults, training, sampling, report, README.
 """
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import warnings
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,7 @@ import tasks
 import train
 
 ROOT = Path(__file__).parent
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # the mark `slow` is told here: more than 3 s
 torch.set_num_threads(1)  # on a machine that does something else too, two threads wait for each other
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # for what runs as a program of its own
 
