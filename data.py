@@ -28,7 +28,7 @@ import time
 import uuid
 import zipfile
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -45,6 +45,10 @@ progress = partial(tqdm, unit="B", unit_scale=True, leave=False, delay=1, disabl
 
 class InputError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
+
+
+class DataChanged(InputError):
+    """The file of a corpus is no longer the one that a run began with."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,11 +134,16 @@ def replace_file(path, write, keep=None):
         part.unlink(missing_ok=True)
 
 
-def hash_file(path):
-    """SHA-256 of a file, in hex."""
+def hash_file(path, file=None):
+    """SHA-256 of a file, in hex. `file`: it, open already, if its path may be another file's by now."""
     digest = hashlib.sha256()
-    with progress(total=os.path.getsize(path), desc=f"hashing {path.name}") as bar:
-        for chunk in read_chunks(path):
+    with (
+        explain(f"read {path}"),
+        nullcontext(file) if file else open(path, "rb") as f,
+        progress(total=os.fstat(f.fileno()).st_size, desc=f"hashing {path.name}") as bar,
+    ):
+        f.seek(0)
+        while chunk := f.read(1 << 20):
             digest.update(chunk)
             bar.update(len(chunk))
     return digest.hexdigest()
@@ -152,11 +161,29 @@ class Corpus:
     tokens: np.ndarray  # (size,) uint8, or uint16 for GPT-2's tokens: a read-only memory map
     record: dict = field(default_factory=dict)  # meta.json of a converted corpus
     vocab_size: int = 256
+    file: object = None  # the mapped file, held open: its path may become the name of another one
+    stamp: tuple | None = None  # (size, mtime_ns) of it when it was mapped
 
     @cached_property
     def sha256(self):
         """SHA-256 of the file, in hex: as recorded, or else read on first use, about a second per GB."""
-        return self.record.get("sha256") or hash_file(self.path)
+        return self.record.get("sha256") or hash_file(self.path, self.file)
+
+    def check_unchanged(self):
+        """Raises DataChanged if the mapped file is no longer what it was. Takes a microsecond: call it before each step.
+
+        The file is judged by its size and time of change; where only the time differs, by its hash, if `sha256` was read
+        before. To read a mapped file where it was cut ends the process with a bus error. If another file takes its place
+        under the same name, nothing changes: the map is still the old one."""
+        info = os.fstat(self.file.fileno())
+        now, was = (info.st_size, info.st_mtime_ns), self.stamp
+        if now == was:
+            return
+        known = self.record.get("sha256") or self.__dict__.get("sha256")
+        if now[0] != was[0] or known is None or hash_file(self.path, self.file) != known:
+            how = "was written to" if now[0] == was[0] else f"has {now[0]:,} bytes instead of {was[0]:,}"
+            raise DataChanged(f"{self.path} {how} since the run began, so that its losses are of two texts: run it anew")
+        self.stamp = now
 
     def split(self, name):
         """The tokens of "train", "val" or "test", a view of the map. Raises InputError for any other name."""
@@ -885,7 +912,8 @@ def map_tokens(name, path, record=None):
         size = path.stat().st_size
         if size == 0 or size % 2:
             raise InputError(f"{path} has {size:,} bytes, which are no 2-byte tokens")
-        tokens = np.memmap(path, dtype="<u2", mode="r")
+        corpus = map_file(name, path, "<u2", record or {}, GPT2_VOCAB)
+        tokens = corpus.tokens
         for begin in range(0, len(tokens), 1 << 22):
             block = tokens[begin : begin + (1 << 22)]
             if block.max() >= GPT2_VOCAB:
@@ -893,7 +921,14 @@ def map_tokens(name, path, record=None):
                 raise InputError(
                     f"{path} is no file of GPT-2's tokens: number {at:,} is {tokens[at]}, above {GPT2_VOCAB - 1}"
                 )
-    return Corpus(name, path, tokens, record or {}, GPT2_VOCAB)
+    return corpus
+
+
+def map_file(name, path, dtype, record, vocab_size=256):
+    """A Corpus of the numbers in a file, mapped. It is not written to while it is mapped: see Corpus.check_unchanged."""
+    file = open(path, "rb")  # noqa: SIM115  open as long as the corpus
+    info = os.fstat(file.fileno())
+    return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, (info.st_size, info.st_mtime_ns))
 
 
 def load(name_or_path, seq, verify=False, tokens="bytes"):
@@ -919,7 +954,7 @@ def load(name_or_path, seq, verify=False, tokens="bytes"):
     if files:
         join(root, files, size, path)
     with explain(f"read {path}"):
-        corpus = Corpus(name, path, np.memmap(path, dtype=np.uint8, mode="r"), record)
+        corpus = map_file(name, path, np.uint8, record)
     if tokens == "gpt2":
         corpus = map_tokens(name, path) if path.suffix == ".tokens" else tokenize(corpus)
     if hasattr(mmap, "MADV_RANDOM"):  # else every window read from a cold disk drags in its whole neighbourhood

@@ -2491,6 +2491,32 @@ def test_data_sha256(cache, tmp_path):
     assert data.load(folder, 16).sha256 == hashlib.sha256(text(size) + text(size, seed=1)).hexdigest()
 
 
+@pytest.mark.parametrize("how", ["written", "cut", "grown", "tokens"])
+def test_data_changed_under_a_run(how, merges, tmp_path):
+    """The corpus of a run is the one that it began with; what leaves its bytes as they are is no change."""
+    path = tmp_path / "x"
+    path.write_bytes(b"the a " * 9000)
+    corpus = data.load(path, 64, tokens="gpt2" if how == "tokens" else "bytes")
+    assert len(corpus.sha256) == 64
+    corpus.check_unchanged()
+    os.utime(corpus.path, ns=(1, 1))
+    corpus.check_unchanged()  # hashed: the same bytes
+    content = corpus.path.read_bytes()
+    with open(corpus.path, "r+b") as f:
+        f.write(content[:-4] if how == "cut" else flip(content) + b"more" * (how == "grown"))
+        if how == "cut":
+            f.truncate()
+    with pytest.raises(data.DataChanged, match="instead of" if how in ("cut", "grown") else "was written to"):
+        corpus.check_unchanged()
+    path.write_bytes(b"the a " * 9000)
+    corpus = data.load(path, 64)
+    other = path.with_name("y")
+    other.write_bytes(b"other " * 9000)
+    other.rename(path)  # the map is still the old file
+    corpus.check_unchanged()
+    assert (corpus.sha256, corpus.tokens[:6].tobytes()) == (hashlib.sha256(b"the a " * 9000).hexdigest(), b"the a ")
+
+
 def test_data_cache_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "elsewhere"))
     assert data.cache_dir() == tmp_path / "elsewhere"
