@@ -31,8 +31,10 @@ DDP see one opaque node; gradients are reverse mode only, once. "dual", "step", 
 PyTorch operations.
 
 backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64,
-            else "torch". "triton", "torch" and "reference" (float64 step by step, or all at once, with float64 outputs) force
+            else "torch". "triton", "torch" and "reference" (plain PyTorch in float64, step by step or all at once) force
             one; so does the environment variable NANOHILBERT_BACKEND for every call that does not say.
+
+Forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) need backend="reference": the operators refuse them.
 
     python kernels.py             checks every operation on the present device against its reference
     python kernels.py --compile   compiles the Triton kernels for sm_80 and sm_90 without a GPU: registers, instructions
@@ -55,7 +57,7 @@ from tempfile import NamedTemporaryFile
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
+from torch.autograd import forward_ad
 
 try:
     import triton
@@ -64,6 +66,45 @@ except ImportError:  # as on macOS and Windows: the torch paths do the work
     triton = None
 
 CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
+BACKENDS = "torch", "triton", "reference"
+
+
+def check_backend():
+    """The backend that the environment variable NANOHILBERT_BACKEND names, or None. ValueError if there is no such."""
+    backend = os.environ.get("NANOHILBERT_BACKEND") or None
+    _expect_one_of("NANOHILBERT_BACKEND", backend, None, *BACKENDS)
+    return backend
+
+
+def custom_op(name, mutates_args):
+    """torch.library.custom_op, whose tangents would be zero without a word, so it refuses them."""
+
+    def decorate(function):
+        operator = torch.library.custom_op(name, function, mutates_args=mutates_args)
+
+        def call(*inputs):
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(inputs)
+            return operator(*inputs)
+
+        call.operator, call.register_fake, call.register_autograd = (
+            operator,
+            operator.register_fake,
+            operator.register_autograd,
+        )
+        return call
+
+    return decorate
+
+
+def _refuse_tangents(inputs):
+    """Raises where forward-mode differentiation is under way: inside torch.func.jvp always, else if an input has a tangent."""
+    functional = torch._C._are_functorch_transforms_active()
+    if functional or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs if isinstance(x, Tensor)):
+        raise NotImplementedError(
+            "forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) do not pass through this operator; "
+            "take backend='reference', or set NANOHILBERT_BACKEND=reference"
+        )
 
 
 def _compute_dtype(*tensors):
@@ -77,15 +118,25 @@ def _expect_shape(name, x, *shapes):
 
 def _expect_one_of(name, value, *known):
     if value not in known:
-        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(map(str, known))}")
+        raise ValueError(f"unknown {name} {value!r}; known: {', '.join(str(x) for x in known if x is not None)}")
+
+
+def _expect_floats(**tensors):
+    for name, x in tensors.items():
+        if x is not None and x.is_complex():
+            raise ValueError(f"{name} is {x.dtype}; give real pairs, torch.view_as_real({name})")
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}; expected a float dtype (complex numbers as real pairs)")
+
+
+def _in_dtype(dtype, *outputs):
+    return tuple(x.to(dtype) for x in outputs)
 
 
 def _pick(backend, known, *tensors):
     """The backend for these inputs: as told, as the environment says, or by device and dtype."""
     _expect_one_of("backend", backend, None, *known)
-    if backend is None and os.environ.get("NANOHILBERT_BACKEND"):
-        backend = os.environ["NANOHILBERT_BACKEND"]
-        _expect_one_of("NANOHILBERT_BACKEND", backend, "torch", "triton", "reference")
+    backend = backend or check_backend()
     float64 = _compute_dtype(*tensors) == torch.float64
     if backend is None:
         backend = "triton" if triton is not None and tensors[0].is_cuda and not float64 else "torch"
@@ -673,6 +724,7 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         ValueError: shapes that do not fit, T = 0, an unknown method or backend, or one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
+    _expect_floats(log_decay=log_decay, theta=theta, b=b, h0=h0)
     if log_decay.dim() != 3 or log_decay.shape[1] == 0:
         raise ValueError(f"log_decay must be (B, T, C) with T > 0, not {tuple(log_decay.shape)}")
     B, T = log_decay.shape[:2]
@@ -688,9 +740,9 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
             raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
         return complex_scan_clamped(log_decay, theta, b, h0)
     tensors = [x for x in (log_decay, b, theta, h0) if x is not None]
-    backend = _pick(backend, ("torch", "triton", "reference"), *tensors)
+    backend = _pick(backend, BACKENDS, *tensors)
     if backend == "reference":
-        return complex_scan_reference(log_decay, theta, b, h0)
+        return _in_dtype(_compute_dtype(*tensors), *complex_scan_reference(log_decay, theta, b, h0))
     if backend == "triton":
         h = _triton_scan(log_decay.expand(B, T, C), theta, None, None, b, _initial(h0, b[:, 0]))
         return h, h[:, -1].clone()  # a view would keep all of h alive
@@ -722,6 +774,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     Raises:
         ValueError: as complex_scan.
     """
+    _expect_floats(delta=delta, dt=dt, gate=gate, omega=omega, b=b, h0=h0)
     if delta.dim() != 4 or delta.shape[1] == 0:
         raise ValueError(f"delta must be (B, T, H, N) with T > 0, not {tuple(delta.shape)}")
     B, T, H, N = delta.shape
@@ -733,7 +786,8 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     if h0 is not None:
         _expect_shape("h0", h0, (B, H, N, 2))
     tensors = [x for x in (delta, dt, gate, omega, b, h0) if x is not None]
-    if method == "exact" and _pick(backend, ("torch", "triton", "reference"), *tensors) == "triton":
+    backend = _pick(backend, BACKENDS, *tensors)
+    if method == "exact" and backend == "triton":
         h = _triton_scan(gate, delta, dt, omega.float().contiguous(), b, _initial(h0, b[:, 0]))
         return h, h[:, -1].clone()
     dtype = torch.float64 if backend == "reference" else _compute_dtype(*tensors)
@@ -745,7 +799,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     log_decay = b.new_zeros(B, T, 1, dtype=dtype) if gate is None else F.logsigmoid(gate.to(dtype)).flatten(2)  # line 2
     h0 = None if h0 is None else h0.flatten(1, 2)
     h, last = complex_scan(log_decay, theta, b.flatten(2, 3), h0, method, backend)
-    return h.unflatten(2, (H, N)), last.unflatten(1, (H, N))
+    return _in_dtype(_compute_dtype(*tensors), h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1042,6 +1096,7 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
     Raises:
         ValueError: shapes that do not fit, T = 0, an unknown backend, or one that cannot run here.
     """
+    _expect_floats(u=u, dt=dt, A=A, B=B, C=C, h0=h0)
     if u.dim() != 3 or u.shape[1] == 0 or A.dim() != 2:
         raise ValueError(f"u must be (B, T, E) with T > 0 and A (E, N), not {tuple(u.shape)} and {tuple(A.shape)}")
     (batch, T, E), N = u.shape, A.shape[1]
@@ -1055,10 +1110,11 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
     if h0 is not None:
         _expect_shape("h0", h0, (batch, E, N))
     tensors = [x for x in (u, dt, A, B, C, h0) if x is not None]
-    backend = _pick(backend, ("torch", "triton", "reference"), *tensors)
-    if backend == "reference":
-        return selective_scan_reference(u, dt, A, B, C, h0)
+    backend = _pick(backend, BACKENDS, *tensors)
     dtype = _compute_dtype(*tensors)
+    if backend == "reference":
+        y, hT = selective_scan_reference(u, dt, A, B, C, h0)
+        return y.to(u.dtype), hT.to(dtype)
     h0 = u.new_zeros(batch, E, N, dtype=dtype) if h0 is None else h0.to(dtype)
     inputs = (u, dt, A, B, C) if backend == "triton" else (x.to(dtype) for x in (u, dt, A, B, C))
     y, hT, _ = _selective_scan(*inputs, h0, backend == "triton")
@@ -1099,16 +1155,22 @@ def _unit(q):
     return q * (q.square().sum(-1, keepdim=True) + 1e-12).rsqrt()  # the sum is 1 or more, unless |q| < TINY
 
 
-def born_attention_reference(q, k, v):
-    """QS Algorithm 3 in complex128, without D and tau, which cancel, and without a state, but with what keeps it finite: q of
-    unit norm, which cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory."""
+def born_attention_reference(q, k, v, S=None):
+    """QS Algorithm 3 in complex128, without D and tau, which cancel, but with what keeps it finite: q of unit norm, which
+    cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory. q may be the last of the
+    positions of k; S sums what came before those."""
     q, k, v = q.double(), k.double(), v.double()
-    q = torch.view_as_complex(_unit(q.flatten(-2)).view(q.shape))
-    k, v = torch.view_as_complex(k.contiguous()), torch.view_as_complex(v.contiguous())
-    w = (q.conj() @ k.transpose(-1, -2)).abs().square().tril()  # line 1
-    floor = BORN_FLOOR * k.abs().square().sum(-1, keepdim=True).cumsum(-2) + TINY
-    o = (w.to(v.dtype) @ v) / (w.sum(-1, keepdim=True) + floor)  # line 2, eq. 5
-    return torch.view_as_real(o)
+    unit = _unit(q.flatten(-2)).view(q.shape)
+    q, k, v = (torch.view_as_complex(x.contiguous()) for x in (unit, k, v))
+    w = torch.view_as_real(q.conj() @ k.transpose(-1, -2)).square().sum(-1)  # line 1
+    w = w.tril(k.shape[-2] - q.shape[-2])
+    numerator, total = torch.view_as_real(w.to(v.dtype) @ v), w.sum(-1)
+    mass = torch.view_as_real(k).square().sum((-2, -1)).cumsum(-1)[..., -q.shape[-2] :]
+    if S is not None:
+        s = _features(_flat(unit)) @ S.double()
+        numerator, total = numerator + torch.stack(s[..., :-1].chunk(2, -1), -1), (total + s[..., -1]).clamp(min=0)
+        mass = mass + S[..., :: q.shape[-1] + 1, -1].double().sum(-1, keepdim=True)
+    return numerator / (total + BORN_FLOOR * mass + TINY)[..., None, None]  # line 2, eq. 5
 
 
 def _minus_i(k):
@@ -1781,10 +1843,9 @@ def _with_one(v):
 
 
 def _check_born(q, k, v, state):
+    _expect_floats(q=q, k=k, v=v)
     if q.dim() != 5 or 0 in q.shape[2:] or q.shape[4] != 2:
         raise ValueError(f"q has shape {tuple(q.shape)}; expected (B, H, T, N, 2) with T and N > 0")
-    if not q.is_floating_point():
-        raise ValueError(f"q {tuple(q.shape)} is {q.dtype}; expected real pairs of a float dtype")
     B, H, T, N, _ = q.shape
     given = [("k", k, (B, H, T, N, 2), q.dtype), ("v", v, (B, H, T, N, 2), q.dtype)]
     if state is not None:
@@ -1818,8 +1879,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
             All are float32 (float64 if q is); k and v unrounded, S the sum of what was multiplied.
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
-        backend: None, "torch", "triton" or "reference" (complex128; o in float64, no state in, an unfolded one out), as
-            above. Triton has the quadratic form of a sequence from its beginning, and for N up to 32 the linear form; for
+        backend: None, "torch", "triton" or "reference" (complex128; the state that it returns is never folded), as above. Triton has the quadratic form of a sequence from its beginning, and for N up to 32 the linear form; for
             the rest the torch path runs.
 
     Returns:
@@ -1832,17 +1892,17 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         (seen from 65,536 tokens on) it may outweigh what is left of the sum. A weight that it makes negative counts as 0,
         but o is then rounding over floor, and not bounded by v.
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend, a state for "reference";
+        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend;
             "triton" without Triton, for float64, or for CPU tensors (but in its interpreter).
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
-    backend = _pick(backend, ("torch", "triton", "reference"), q)
+    backend = _pick(backend, BACKENDS, q)
     _check_born(q, k, v, state)
-    if backend == "reference":
-        if state is not None:
-            raise ValueError("backend='reference' takes no state; give it the whole sequence")
-        return born_attention_reference(q, k, v), (None, k.to(_compute_dtype(q)), v.to(_compute_dtype(q)))
     (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
+    if backend == "reference":
+        S, k_before, v_before = (None, k[:, :, :0], v[:, :, :0]) if state is None else state
+        k, v = torch.cat((k_before, k), 2).to(dtype), torch.cat((v_before, v), 2).to(dtype)
+        return born_attention_reference(q, k, v, S).to(dtype), (S, k, v)
     both = backend == "triton" and state is None  # where Triton has the two forms
     linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, both))
     on_triton = backend == "triton" and (N <= BORN_WIDEST if linear else state is None)
@@ -2414,6 +2474,7 @@ def phase_memory_step(q, k, v, log_gamma, S, real=False):
 
 
 def _check_phase(q, k, v, log_gamma, state, real):
+    _expect_floats(q=q, k=k, v=v, log_gamma=log_gamma, state=state)
     if q.dim() != (4 if real else 5) or 0 in q.shape[2:] or (not real and q.shape[4] != 2):
         shape = "(B, H, T, d)" if real else "(B, H, T, d, 2)"
         raise ValueError(f"q has shape {tuple(q.shape)}; expected {shape} with T and d > 0")
@@ -2425,9 +2486,6 @@ def _check_phase(q, k, v, log_gamma, state, real):
         _expect_shape(name, x, shape)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is")
-    for name, x in (("q", q), *((name, x) for name, x, _ in given)):
-        if not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype}; expected a float dtype (complex numbers as real pairs)")
 
 
 def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
@@ -2447,8 +2505,7 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
     scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
 
     Returns:
-        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is, and for
-        "reference").
+        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
     Raises:
         ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step"; "triton"
             without Triton, for float64, or for CPU tensors (but in its interpreter).
@@ -2458,10 +2515,10 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         backend = "step"
     backend = _pick(backend, ("torch", "triton", "dual", "step", "reference"), *tensors)
     _check_phase(q, k, v, log_gamma, state, real)
-    if backend == "reference":
-        return phase_memory_reference(q, k, v, log_gamma, state, real)
     (B, H, T, d), pair = q.shape[:4], () if real else (2,)
     dtype = _compute_dtype(*tensors)
+    if backend == "reference":
+        return _in_dtype(dtype, *phase_memory_reference(q, k, v, log_gamma, state, real))
     if backend == "triton":
         if not q.dtype == k.dtype == v.dtype:
             q, k, v = q.float(), k.float(), v.float()

@@ -485,8 +485,8 @@ def test_born_state_of_the_reference_goes_on_elsewhere():
         whole, _ = kernels.born_attention(q, k, v, backend="reference")
         first, state = kernels.born_attention(*(x[:, :, :66] for x in (q, k, v)), backend="reference")
         rest, _ = kernels.born_attention(*(x[:, :, 66:] for x in (q, k, v)), state)
-        assert whole.dtype == first.dtype == torch.float64
-        torch.testing.assert_close(torch.cat((first, rest.double()), 2), whole, atol=1e-4, rtol=0)
+        assert whole.dtype == first.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(torch.cat((first, rest), 2), whole, atol=1e-4, rtol=0)
 
 
 def test_born_attention_is_deterministic_and_keeps_its_inputs():
@@ -547,7 +547,7 @@ def test_born_attention_under_autocast_stays_float32():
             {"k": torch.zeros(1, 2, 5, 3, 2).bfloat16()},
             "k (1, 2, 5, 3, 2) is torch.bfloat16 on cpu; expected torch.float32",
         ),
-        ({"q": torch.zeros(1, 2, 5, 3, 2).int()}, "q (1, 2, 5, 3, 2) is torch.int32; expected"),
+        ({"q": torch.zeros(1, 2, 5, 3, 2).int()}, "q is torch.int32; expected"),
         ({"q": torch.zeros(1, 2, 5, 0, 2)}, "with T and N > 0"),
         ({"method": "softmax"}, "unknown method 'softmax'"),
         ({"backend": "cuda"}, "unknown backend 'cuda'"),
@@ -885,6 +885,107 @@ def test_real_born_cell_squares_the_real_product():
         assert o[..., 1].abs().max() < 1e-12
 
 
+OPERATIONS = {  # name: function, inputs in float64
+    "complex_scan": (kernels.complex_scan, lambda: (-randn(2, 9, 3).abs(), randn(2, 9, 3), randn(2, 9, 3, 2), randn(2, 3, 2))),
+    "real_scan": (real_scan, lambda: (-randn(2, 9, 3).abs(), randn(2, 9, 3), randn(2, 3))),
+    "cayley_scan": (kernels.cayley_scan, lambda: cayley_inputs(2, 9, 2, 3)),
+    "selective_scan": (kernels.selective_scan, lambda: selective_inputs(2, 9, 3, 2)),
+    "born_attention": (lambda *x, **kw: kernels.born_attention(*x, **kw)[:1], lambda: born_inputs(2, 2, 9, 3)),
+    "phase_memory": (kernels.phase_memory, lambda: phase_inputs(2, 2, 9, 3)),
+    "real_memory": (partial(kernels.phase_memory, real=True), lambda: phase_inputs(2, 2, 9, 3, True)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_forward_mode_is_right_by_the_reference_and_refused_elsewhere(name, monkeypatch):
+    function, inputs = OPERATIONS[name][0], OPERATIONS[name][1]()
+    tangents = tuple(torch.cos(x) for x in inputs)
+
+    def dual_numbers(function, inputs, tangents):
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents)]
+            return [torch.autograd.forward_ad.unpack_dual(x).tangent for x in function(*duals)]
+
+    refused = pytest.raises(NotImplementedError, match="backend='reference'")
+    for i, x in enumerate(inputs):  # a tangent of one input alone is enough
+
+        def of_one(x, i=i):
+            return function(*inputs[:i], x, *inputs[i + 1 :])
+
+        for transform in (
+            lambda: torch.func.jvp(of_one, (x,), (tangents[i],)),  # noqa: B023
+            lambda: dual_numbers(of_one, (x,), (tangents[i],)),  # noqa: B023
+            lambda: torch.func.jacfwd(of_one)(x),  # noqa: B023
+        ):
+            with refused:
+                transform()
+    with torch.autograd.forward_ad.dual_level():
+        function(*inputs)  # nobody asks for a tangent
+    exact = partial(function, backend="reference")
+    step = 1e-6
+    ahead, behind = (exact(*(x + sign * step * t for x, t in zip(inputs, tangents))) for sign in (1, -1))
+    expected = [(x - y) / (2 * step) for x, y in zip(ahead, behind)]
+    for found in (torch.func.jvp(exact, inputs, tangents)[1], dual_numbers(exact, inputs, tangents)):
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, atol=1e-8, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_returns_what_other_backends_return(name, dtype, monkeypatch):
+    """The same dtypes and shapes, forward and backward, as a backend of the call and of the environment."""
+    function, inputs = OPERATIONS[name][0], OPERATIONS[name][1]()
+    runs = []
+    for backend, variable in (("torch", ""), ("reference", ""), (None, "reference")):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", variable)
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        outputs = function(*leaves, backend=backend)
+        runs.append([*outputs, *torch.autograd.grad(sum(x.float().sum() for x in outputs), leaves)])
+    for run in runs[1:]:
+        for x, y in zip(run, runs[0]):
+            torch.testing.assert_close(x, y, **({} if dtype != torch.bfloat16 else {"atol": 0.1, "rtol": 0.1}))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_no_step_is_refused_and_no_sequence_is_empty(name, backend):
+    function, inputs = OPERATIONS[name][0], [x.float() for x in OPERATIONS[name][1]()]
+    none = [x[:0] if x.shape[0] == 2 and (name, i) != ("cayley_scan", 3) else x for i, x in enumerate(inputs)]
+    assert [x.shape[0] for x in function(*none, backend=backend)][:1] == [0]
+    time = 2 if name in ("born_attention", "phase_memory", "real_memory") else 1
+    with pytest.raises(ValueError, match="T"):
+        function(*(x.narrow(time, 0, 0) if x.dim() > time and x.shape[time] == 9 else x for x in inputs), backend=backend)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_complex_and_integer_inputs_are_refused(name):
+    function, inputs = OPERATIONS[name][0], [x.float() for x in OPERATIONS[name][1]()]
+    for i, x in enumerate(inputs):
+        for wrong, message in ((x.to(torch.complex64), r"complex64.*torch\.view_as_real"), (x.int(), "int32.*float")):
+            with pytest.raises(ValueError, match=message):
+                function(*inputs[:i], wrong, *inputs[i + 1 :])
+
+
+def test_born_reference_goes_on_from_any_state():
+    q, k, v = born_inputs(1, 2, 150, 3)
+    whole, _ = kernels.born_attention(q, k, v, backend="reference")
+    for backends in (("reference", "reference"), ("torch", "reference"), ("reference", "torch")):
+        outputs, state = [], None
+        for backend, part in zip(backends, (slice(0, 130), slice(130, None))):
+            o, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, backend=backend)
+            outputs.append(o)
+        torch.testing.assert_close(torch.cat(outputs, 2), whole)
+
+
+def test_environment_names_a_backend(monkeypatch):
+    for value, backend in (("", None), ("torch", "torch"), ("reference", "reference")):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", value)
+        assert kernels.check_backend() == backend
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
+    with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'tritn'; known: torch, triton, reference"):
+        kernels.check_backend()
+
+
 # ---- Triton kernels: on a GPU, or in a process of their own in Triton's interpreter ----
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -1178,8 +1279,6 @@ def test_a_kernel_that_spills_fails_the_compilation_report(monkeypatch, capsys):
 def test_the_backend_is_what_was_asked_for(monkeypatch):
     scan = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
     monkeypatch.setenv("NANOHILBERT_BACKEND", "reference")
-    assert kernels.complex_scan(**scan)[0].dtype == torch.float64
-    assert kernels.complex_scan(**scan, backend="torch")[0].dtype == torch.float32  # a call that says so wins
     monkeypatch.setenv("NANOHILBERT_BACKEND", "cuda")
     with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'cuda'; known: torch, triton, reference"):
         kernels.complex_scan(**scan)
@@ -6757,9 +6856,9 @@ def test_triton_phase_is_one_node_with_a_gradient_alone(small_products):
         for x, y in zip(ours, theirs):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
     tests = "test_schema", "test_faketensor", "test_autograd_registration"
-    torch.library.opcheck(kernels._triton_phase, (q, k, v, log_gamma, S, False), test_utils=tests)
+    torch.library.opcheck(torch.ops.nanohilbert.triton_phase.default, (q, k, v, log_gamma, S, False), test_utils=tests)
     for linear, S in ((False, None), (True, None), (True, randn(2, 63).float().requires_grad_())):
-        torch.library.opcheck(kernels._triton_born, (q, k, v, S, linear), test_utils=tests)
+        torch.library.opcheck(torch.ops.nanohilbert.triton_born.default, (q, k, v, S, linear), test_utils=tests)
 
 
 if kernels.triton is not None:
