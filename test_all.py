@@ -6363,22 +6363,49 @@ def test_bench_runs_the_part_of_its_device(program, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------------------
 # README
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = {
-    m.__name__: m
-    for m in (bench, csp, data, hmamba, htransformer, kernels, pam, report, sample, tasks, train, sys.modules[__name__])
-}
+PAGES = ("README.md", "PAPERS.md", "results/README.md")
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+README, PAPERS, FINDINGS = TEXTS.values()
+TABLES = {str(t.parent.relative_to(ROOT)): t.read_text(encoding="utf-8") for t in ROOT.glob("results/**/tables.md")}
 
 
-def test_readme_maps_to_names_that_exist():
-    named = re.findall(r"`(\w+)\.py:([\w.]+)`", README)
-    assert len(named) > 20
+def sentences(page):
+    """The sentences of a page, without code, tables, headings, images and the addresses of links."""
+    text = re.sub(r"^```.*?^```$|^[|#].*?$|^<!--.*?-->$|^!\[.*?\)$", "", page, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "Code", text)).replace("*", "")
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d+\. )", text):
+        yield from re.split(r"(?<=[.!?])\s+(?=[A-Z])", re.sub(r"^(- |\d+\. )", "", paragraph.strip()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_what_exists(page):
+    """Names in the code, tests, files, and links into the repository with the headings that they lead to."""
+    named = re.findall(r"`(\w+)\.py:([\w.]+)`", TEXTS[page])
+    assert page != "PAPERS.md" or len(named) > 80
     for module, name in named:
-        found = MODULES[module]
+        found = sys.modules[__name__] if module == "test_all" else importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    for test in re.findall(r"`(test_\w+)`", README):
-        assert test in globals()
+    for name in re.findall(r"`(test_\w+)`", TEXTS[page]):
+        assert name in globals()
+    for name in re.findall(r"(?:python |\[`|`)(\w+\.py)\b", TEXTS[page]):
+        assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert link.startswith("https://") or target.exists(), link
+        if anchor and not link.startswith("https://"):
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short_and_plain(page):
+    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (700, 7500)}[page]
+    assert len(TEXTS[page].splitlines()) <= lines and len(TEXTS[page].split()) <= words
+    assert [s for s in sentences(TEXTS[page]) if len(s.split()) > 25] == []
+    rows = re.findall(r"^\|(.*\| \[[\w-]+\]\(results/README.md#.*)\|$", README, re.MULTILINE)  # the findings
+    assert len(rows) == 8 and all(len(row.split("|")[2].split()) <= 20 for row in rows)
 
 
 def test_readme_commands_are_what_ci_runs():
@@ -6387,36 +6414,39 @@ def test_readme_commands_are_what_ci_runs():
     assert "pip install -r requirements.txt && pytest -q\n" in (ROOT / ".ci/run").read_text()
 
 
-def test_readme_flags_and_files_exist(program):
-    helps = "".join(program(m, "--help")[1] for m in (train, tasks, sample, report, data, bench))
+def test_flags_exist(program):
+    programs = (train, tasks, sample, report, data, bench)
+    helps = "".join(program(m, "--help")[1] for m in programs)
     helps += torch.distributed.run.get_args_parser().format_help()  # torchrun
-    elsewhere = {"--index-url"}
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) - elsewhere:
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(TEXTS.values()))) - {"--index-url"}:
         assert flag in helps, flag
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert link.startswith("https://") or (ROOT / link).exists(), link
-    for name in re.findall(r"python (\w+\.py)", README):
-        assert (ROOT / name).exists(), name
 
 
-RESULTS = sorted({log.parent.name for log in ROOT.glob("results/*/*.jsonl")})
-
-
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("name", sorted({log.parent.name for log in ROOT.glob("results/*/*.jsonl")}))
 def test_results_are_what_the_logs_say(program, name, monkeypatch):
-    """The command of the README that makes all tables and figures again makes those that are there, and no others; the README's
-    tables are among them."""
-    assert "for d in results/*/; do python report.py $d*.jsonl --out $d; done" in README
+    """The command that makes all tables and figures again makes those that are there, and no others."""
+    assert "for d in results/*/; do python report.py $d*.jsonl --out $d; done" in FINDINGS
     folder, drawn = ROOT / "results" / name, []
     monkeypatch.setattr(report, "save_figure", lambda plt, fig, path: (plt.close(fig), drawn.append(path.name)))
     code, _, err = program(report, *sorted(folder.glob("*.jsonl")), "--out", "made")
     assert (code, err) == (0, "")
-    tables = (folder / "tables.md").read_text(encoding="utf-8")
-    assert Path("made/tables.md").read_text(encoding="utf-8") == tables
+    assert Path("made/tables.md").read_text(encoding="utf-8") == TABLES[f"results/{name}"]
     assert sorted(drawn) == sorted(png.name for png in folder.glob("*.png"))
-    assert f"(results/{name}/" in README
-    for table in re.findall(rf"<!-- results/{name} -->\n(.*?)\n<!-- end -->", README, re.DOTALL):
-        assert table in tables
+    assert f"\n## {name}\n" in FINDINGS and f"({name}/tables.md)" in FINDINGS
+
+
+def test_numbers_are_those_of_the_tables():
+    """Tables within markers, and every number with an interval, are in a folder's tables.md; factors in the benchmark's."""
+    marked = re.findall(r"<!-- (results/\S+) -->\n(.*?)\n<!-- end -->", FINDINGS, re.DOTALL)
+    assert len(marked) >= 15 and all(table in TABLES[name] for name, table in marked)
+    numbers = re.findall(r"(\d\.\d+) (\+- \d\.\d+|\[\d\.\d+, \d\.\d+\])", README + FINDINGS)
+    assert len(numbers) > 100
+    for number, interval in numbers:
+        assert re.search(rf"(?<!\d){re.escape(f'{number} {interval}')}(?!\d)", "".join(TABLES.values())), (number, interval)
+    factors = re.findall(r"\b(\d\.\d\d)x", README)
+    assert len(factors) >= 5
+    for factor in factors:
+        assert f"| {factor} |" in (ROOT / "results/bench_cpu.md").read_text(), factor
 
 
 @pytest.mark.parametrize("name", ["tasks", "tasks-lm"])
@@ -6439,22 +6469,6 @@ def test_task_differences_are_those_of_the_seeds(name):
         half = report.t95(int(n) - 1) * differences.std(0, ddof=1) / int(n) ** 0.5
         expected = np.stack((differences.mean(0), half), 1).ravel()
         np.testing.assert_allclose([float(x) for x in numbers], expected, atol=4e-3)
-
-
-def test_readme_instruction_counts_are_those_of_the_log():
-    log = (ROOT / "results/kernels_static.md").read_text()
-    found = re.search(r"N = 16\) takes ([\d.]+) .* and ([\d.]+) .* takes ([\d.]+)\s+and ([\d.]+),", README)
-    rows = re.findall(r"(?:quadratic|softmax) \| `_?(born_forward|softmax)_kernel` .*\| ([\d.]+) \|", log)
-    assert rows == [(name, found[i]) for name, i in zip(("born_forward", "softmax") * 2, (1, 3, 2, 4))]
-
-
-def test_readme_factors_are_what_the_benchmark_printed():
-    section = README.split("### Speed on a CPU")[1].split("\n## ")[0]
-    factors = re.findall(r"\b(\d\.\d\d)x", section)
-    assert len(factors) >= 5
-    measured = (ROOT / "results/bench_cpu.md").read_text()
-    for factor in factors:
-        assert f"| {factor} |" in measured, factor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
