@@ -14,7 +14,8 @@ Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N state wi
     phi      phi, QS eq. 3                  (B, T, H, N)     argument of the Cayley map
     theta    arg lambda, QS eq. 3           (B, T, H*N)      phase of the transition, radians
     alpha    alpha, QS eq. 2                exp(log_decay)   modulus of the transition, (B, T, H*N)
-Complex numbers are real pairs, last axis (re, im).
+Complex numbers are real pairs, last axis (re, im). Gates, angles, decays and sums are at least float32, whatever the dtype
+of the parameters; a float64 model is float64 throughout.
 
 Initialisation. From QS 5.6: Xavier for the input projections, a small std for param_proj, omega over two decades with
 alternating sign, psi0. The numbers, and the rows marked *, are ours: the paper does not give them.
@@ -55,9 +56,8 @@ class HMambaConfig:
     H: int = 4  # heads
     N: int = 16  # complex state width per head
     conv: int = 4  # width of the causal convolution
-    field: str = (
-        "complex"  # complex | real: 2N real channels a head, each with its gate, no phase (0.3 % fewer parameters)
-    )
+    # complex | real: 2N real channels a head, each with its gate, no phase (0.3 % fewer parameters)
+    field: str = "complex"
     gate: str = "sigmoid"  # sigmoid | none: alpha = 1, an exactly unitary transition
     scan: str = "exact"  # exact | clamped: QS Algorithm 2 as printed
     head: str = "softmax"  # softmax | mos: mixture of softmaxes (adds 4 D^2) | born: |<e_v|psi>|^2 over the vocabulary
@@ -75,9 +75,8 @@ class MambaConfig:
     L: int = 4  # layers
     N: int = 16  # real state width per channel
     conv: int = 4  # width of the causal convolution
-    mlp: int = (
-        -1
-    )  # hidden width of the SwiGLU branch; 0: none; -1: matched to the H-Mamba of the same D, L, N and H heads
+    # hidden width of the SwiGLU branch; 0: none; -1: matched to the H-Mamba of the same D, L, N and H heads
+    mlp: int = -1
     H: int = 4  # heads of that H-Mamba
     init: str = "official"  # official | xavier: dt_proj Xavier with bias 0, no 1/sqrt(L), A_log decayed
     head: str = "softmax"  # softmax | mos | born
@@ -100,6 +99,11 @@ def _check_choices(config, **choices):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Blocks
+
+
+def wide(x):
+    """x in float32; in float64 if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class CausalConv1d(nn.Conv1d):
@@ -153,7 +157,7 @@ class HMambaBlock(nn.Module):
 
     def init_state(self, batch_size):
         """(tail of the convolution (B, conv-1, E), psi (B, H*N, 2))"""
-        psi0 = self.psi0.float()
+        psi0 = wide(self.psi0)
         psi0 = psi0 / psi0.norm(dim=-1, keepdim=True)  # QS 5.1: unit modulus, per coordinate
         tail = self.conv1d.weight.new_zeros(batch_size, self.c.conv - 1, 2 * self.c.D)
         return tail, psi0.flatten(0, 1).expand(batch_size, -1, -1)
@@ -164,12 +168,12 @@ class HMambaBlock(nn.Module):
         u, z = self.in_proj(self.norm(x)).chunk(2, -1)  # (B, T, E) each: signal and gate branch
         u, tail = self.conv1d(u, tail)
         params = self.param_proj(F.silu(u)).split(list(self.widths.values()), -1)
-        # Under bf16 autocast these logits are rounded to bf16; everything made of them is float32.
+        # Under bf16 autocast these logits are rounded to bf16; everything made of them is at least float32.
         params = dict(zip(self.widths, params))
         if c.field == "complex":
             heads = {key: p.unflatten(-1, (c.H, -1)) for key, p in params.items()}  # (B, T, H, N or 2N or 1)
-            b, C = heads["b"].unflatten(-1, (-1, 2)), params["C"].float().unflatten(-1, (-1, 2))
-            dt = F.softplus(params["dt"].float()).clamp(max=0.1)  # (B, T, H): one a head, QS 5.7
+            b, C = heads["b"].unflatten(-1, (-1, 2)), wide(params["C"]).unflatten(-1, (-1, 2))
+            dt = F.softplus(wide(params["dt"])).clamp(max=0.1)  # (B, T, H): one a head, QS 5.7
             # Algorithm 1 and eqs. 2-3: psi_t = alpha_t lambda_t psi_{t-1} + b_t with alpha = sigmoid(gate), of which only
             # the logits are given, and lambda = (1 + i phi) / (1 - i phi), phi = dt/2 (delta + omega).
             psi, last = cayley_scan(
@@ -179,9 +183,9 @@ class HMambaBlock(nn.Module):
             y = torch.cat((C_re * psi_re + C_im * psi_im, C_re * psi_im - C_im * psi_re), -1)  # conj(C) psi, QS 5.5
             last = last.flatten(1, 2)
         else:
-            b, C = params["b"].float(), params["C"].float()
+            b, C = wide(params["b"]), wide(params["C"])
             # Algorithm 1, line 2: log alpha (its u is this gate logit)
-            log_decay = F.logsigmoid(params["gate"].float()) if c.gate == "sigmoid" else b.new_zeros(*b.shape[:2], 1)
+            log_decay = F.logsigmoid(wide(params["gate"])) if c.gate == "sigmoid" else b.new_zeros(*b.shape[:2], 1)
             psi, last = complex_scan(log_decay, None, b, psi.flatten(1))  # 2N real channels a head
             y, last = C * psi, last.unflatten(-1, (-1, 2))
         y = self.back_proj(y.to(z.dtype))  # (B, T, 2*H*N) -> (B, T, E)
@@ -220,8 +224,8 @@ class MambaMixer(nn.Module):
         u, tail = self.conv1d(u, tail)
         u = F.silu(u)
         dt, B, C = self.x_proj(u).split((self.rank, self.c.N, self.c.N), -1)
-        dt = F.softplus(self.dt_proj(dt).float())  # (B, T, E)
-        y, h = selective_scan(u, dt, -self.A_log.float().exp(), B, C, h)
+        dt = F.softplus(wide(self.dt_proj(dt)))  # (B, T, E)
+        y, h = selective_scan(u, dt, -wide(self.A_log).exp(), B, C, h)
         return self.out_proj((y + self.D * u) * F.silu(z)), (tail, h)
 
 
@@ -246,7 +250,7 @@ class MambaBlock(nn.Module):
     def init_state(self, batch_size):
         """(tail of the convolution (B, conv-1, E), h (B, E, N))"""
         A_log, c = self.mixer.A_log, self.c
-        return A_log.new_zeros(batch_size, c.conv - 1, 2 * c.D), A_log.new_zeros(batch_size, *A_log.shape)
+        return A_log.new_zeros(batch_size, c.conv - 1, 2 * c.D), wide(A_log).new_zeros(batch_size, *A_log.shape)
 
     def forward(self, x, state):
         y, state = self.mixer(self.norm(x), state)
@@ -268,6 +272,11 @@ def _init_dt_bias(bias):
 # Models
 
 
+def check_tokens(idx):
+    if idx.dim() != 2 or 0 in idx.shape:
+        raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
+
+
 class Readout(nn.Module):
     """From the last hidden vector to scores over the vocabulary, tied to the embedding."""
 
@@ -279,18 +288,18 @@ class Readout(nn.Module):
             self.latent = nn.Linear(c.D, MOS_COMPONENTS * c.D, bias=False)
 
     def forward(self, x, embedding):
-        """x (B, T, D), embedding (V, D) -> logits, or log-probabilities for mos and born; (B, T, V) float32."""
+        """x (B, T, D), embedding (V, D) -> logits, or log-probabilities for mos and born; (B, T, V), at least float32."""
         if self.c.head == "softmax":
-            return F.linear(x, embedding).float()
+            return wide(F.linear(x, embedding))
         if self.c.head == "mos":
             latent = self.latent(x).tanh().unflatten(-1, (MOS_COMPONENTS, -1))  # (B, T, K, D)
-            log_prior = self.prior(x).float().log_softmax(-1).unsqueeze(-1)
-            return torch.logsumexp(log_prior + F.linear(latent, embedding).float().log_softmax(-1), -2)
-        # Born rule, QS section 2: p_v = |<e_v|psi>|^2 / sum over v, psi and e_v being D/2 complex numbers. In float32, as
-        # bf16 products would drown the interference of their parts.
+            log_prior = wide(self.prior(x)).log_softmax(-1).unsqueeze(-1)
+            return torch.logsumexp(log_prior + wide(F.linear(latent, embedding)).log_softmax(-1), -2)
+        # Born rule, QS section 2: p_v = |<e_v|psi>|^2 / sum over v, psi and e_v being D/2 complex numbers. At least in
+        # float32, as bf16 products would drown the interference of their parts.
         with torch.autocast(x.device.type, enabled=False):
-            e_re, e_im = embedding.float().unflatten(-1, (-1, 2)).unbind(-1)  # (V, D/2)
-            x_re, x_im = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, D/2)
+            e_re, e_im = wide(embedding).unflatten(-1, (-1, 2)).unbind(-1)  # (V, D/2)
+            x_re, x_im = wide(x).unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, D/2)
             re = F.linear(x_re, e_re) + F.linear(x_im, e_im)
             im = F.linear(x_im, e_re) - F.linear(x_re, e_im)
             return torch.log(re.square() + im.square() + 1e-12).log_softmax(-1)  # 1e-12: finite where p = 0
@@ -328,8 +337,12 @@ class HMamba(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """
         Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
-        Returns: logits (B, T, V) float32; loss, the mean in nats per token, or None; state after the last token.
+        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
+            but None after a training step: targets and no state given.
+        Raises: ValueError if idx is empty.
         """
+        check_tokens(idx)
+        keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         x, new_state = self.embedding(idx), []
         for layer, layer_state in zip(self.layers, state):
@@ -337,10 +350,11 @@ class HMamba(nn.Module):
                 x, layer_state = checkpoint(layer, x, layer_state, use_reentrant=False)
             else:
                 x, layer_state = layer(x, layer_state)
-            new_state.append(layer_state)
+            if keep_state:
+                new_state.append(layer_state)
         logits = self.readout(self.norm_f(x), self.embedding.weight)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss, new_state
+        return logits, loss, new_state if keep_state else None
 
     def step(self, idx_t, state):
         """One token: idx_t (B,) -> logits (B, V) and the next state, in time and memory that do not grow."""
@@ -351,10 +365,9 @@ class HMamba(nn.Module):
         """Parameters by component; "total" is their sum."""
         counts = {}
         for name, p in self.named_parameters():
-            parts = [
-                part for part in name.split(".") if not part.isdigit() and part not in ("layers", "weight", "bias")
-            ]
-            counts[".".join(parts)] = counts.get(".".join(parts), 0) + p.numel()
+            parts = (x for x in name.split(".") if not x.isdigit() and x not in ("layers", "weight", "bias"))
+            component = ".".join(parts)
+            counts[component] = counts.get(component, 0) + p.numel()
         return counts | {"total": sum(counts.values())}
 
     def mixing_flops(self):

@@ -12,7 +12,8 @@ Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N complex 
     e         QS 5.6                (H, N, 2)         measurement vector of the readout, unit modulus per coordinate
     tau       tau_i, eq. 5          (B, T, H)         temperature: projected, for the count of parameters, and not used, as
                                                       it cancels between numerator and denominator
-Complex numbers are real pairs, last axis (re, im).
+Complex numbers are real pairs, last axis (re, im). Angles, scores and sums are at least float32, whatever the dtype of the
+parameters; a float64 model is float64 throughout.
 
 The factorial of QS 9.2, in one host block with equal parameters, so that the host is no confounder:
     field=complex  score=born      w = |<q|k>|^2            readout y = conj(e q) o
@@ -46,6 +47,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hmamba import CausalConv1d, check_tokens, wide
 from kernels import born_attention
 
 EMBEDDING_STD = 0.01
@@ -95,18 +97,24 @@ def _check_positive(config):
 # Blocks
 
 
-class CausalConv1d(nn.Conv1d):
-    """Depthwise convolution over time that sees the present and the K-1 inputs before it."""
+def angles(position, T, omega):
+    """The angles t omega of the positions t = position, ..., position + T - 1, in radians up to whole turns.
 
-    def __init__(self, E, K):
-        super().__init__(E, E, K, groups=E)
-
-    def forward(self, u, tail):
-        """u (B, T, E), tail (B, K-1, E): the inputs before it. Returns the output (B, T, E) and the next tail."""
-        u = torch.cat((tail.to(u.dtype), u), 1)
-        # As a 2-D convolution the channels stay the fastest axis: half the time of conv1d on a CPU.
-        y = F.conv2d(u.transpose(1, 2).unsqueeze(2), self.weight.unsqueeze(2), self.bias, groups=self.groups)
-        return y.squeeze(2).transpose(1, 2), u[:, u.shape[1] - tail.shape[1] :].to(tail.dtype)
+    Args: omega (..., N), radians a position. Returns: (..., T, N), with the gradient t d omega.
+    """
+    t = torch.arange(position, position + T, device=omega.device).unsqueeze(-1)  # (T, 1)
+    omega = omega.unsqueeze(-2)
+    if omega.dtype == torch.float64:
+        return t * omega
+    # At t = 1e7 a float32 product t omega has no digits left for the angle. So t = 256 n + m, and the turn up to 256 n is an
+    # integer in units of 2^-38 radians, reduced modulo 2 pi. That is exact for |omega| from 2^-14 to 2^17 and t below 2^28.
+    n, m = t // 256, t % 256
+    angle = m * omega
+    if position + T > 256:
+        unit, turn = 2**38, round(2 * math.pi * 2**38)
+        start = n * ((omega.detach() * unit).long() * 256 % turn) % turn
+        angle = angle + start.to(omega.dtype) / unit + 256 * n * (omega - omega.detach())  # the last is 0: the gradient
+    return angle
 
 
 def rotate(x, angle):
@@ -161,11 +169,10 @@ class HTransformerBlock(nn.Module):
         c, (tail, position, past), T = self.c, state, x.shape[1]
         u, z = self.in_proj(self.norm(x)).chunk(2, -1)  # (B, T, E) each: signal and gate branch
         u, tail = self.conv1d(u, tail)
-        # Under bf16 autocast the projection is rounded to bf16; everything made of it from here on is float32.
-        params = self.param_proj(F.silu(u)).float()[..., : 6 * c.H * c.N]  # tau_i, the rest, cancels in eq. 5
+        # Under bf16 autocast the projection is rounded to bf16; everything made of it from here on is at least float32.
+        params = wide(self.param_proj(F.silu(u)))[..., : 6 * c.H * c.N]  # tau_i, the rest, cancels in eq. 5
         q, k, v = params.unflatten(-1, (3, c.H, c.N, 2)).permute(2, 0, 3, 1, 4, 5).unbind(0)  # (B, H, T, N, 2)
-        t = torch.arange(position, position + T, device=x.device, dtype=torch.float32)
-        angle = t.unsqueeze(-1) * self.omega.float().unsqueeze(1)  # (H, T, N): theta = t omega, QS 5.5
+        angle = angles(position, T, wide(self.omega))  # (H, T, N): theta = t omega, QS 5.5
         q_turned, k = rotate(q, angle), rotate(k, angle)
         if c.score == "born" and c.field == "complex":
             o, past = born_attention(q_turned, k, v, past)  # eq. 5
@@ -177,7 +184,7 @@ class HTransformerBlock(nn.Module):
             o, past = softmax_attention(q_turned.flatten(-2), k.flatten(-2), v.flatten(-2), past)
             o = o.unflatten(-1, (-1, 2))
         # Read out against the query as it was before the turn, so that only relative positions count.
-        e = self.e.float().unsqueeze(1)
+        e = wide(self.e).unsqueeze(1)
         e = e / e.norm(dim=-1, keepdim=True)  # (H, 1, N, 2), unit modulus
         if c.field == "complex":
             (q_re, q_im), (e_re, e_im), (o_re, o_im) = q.unbind(-1), e.unbind(-1), o.unbind(-1)
@@ -210,21 +217,21 @@ class TransformerBlock(nn.Module):
             self.mlp_out.weight /= (2 * c.L) ** 0.5
 
     def init_state(self, batch_size):
-        """None; later the keys and values of the past, (B, heads, T, head) each."""
+        """(position of the next token, None; later the keys and values of the past, (B, heads, T, head) each)"""
+        return 0, None
 
     def forward(self, x, state):
-        """x (B, T, D) -> the same, and the keys and values up to it."""
-        c, (B, T, _), before = self.c, x.shape, 0 if state is None else state[0].shape[2]
+        """x (B, T, D) -> the same, and the state after it."""
+        c, (B, T, _), (position, past) = self.c, x.shape, state
         qkv = self.qkv_proj(self.norm(x)).view(B, T, 3, -1, c.head).permute(2, 0, 3, 1, 4)  # (3, B, heads, T, head)
-        t = torch.arange(before, before + T, device=x.device, dtype=torch.float32)
-        frequency = 10000 ** (-torch.arange(0, c.head, 2, device=x.device, dtype=torch.float32) / c.head)
-        angle = t.unsqueeze(-1) * frequency  # (T, head / 2)
+        turned = wide(qkv[:2])
+        angle = angles(position, T, 10000 ** (-torch.arange(0, c.head, 2).to(turned) / c.head))  # (T, head / 2)
         # A pair is (i, i + head / 2), a permutation of (2i, 2i + 1): (re, im) -> (re cos - im sin, im cos + re sin).
         cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-        q, k = (qkv[:2].float() * cos + qkv[:2].float().roll(c.head // 2, -1) * sin).to(qkv.dtype)
-        y, state = softmax_attention(q, k, qkv[2], state)
+        q, k = (turned * cos + turned.roll(c.head // 2, -1) * sin).to(qkv.dtype)
+        y, past = softmax_attention(q, k, qkv[2], past)
         x = x + self.out_proj(y.transpose(1, 2).flatten(2))
-        return x + self.mlp_out(F.silu(self.mlp_in(self.mlp_norm(x)))), state
+        return x + self.mlp_out(F.silu(self.mlp_in(self.mlp_norm(x)))), (position + T, past)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -258,11 +265,13 @@ class HTransformer(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """
         Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
-        Returns: logits (B, T, V) float32; loss, the mean in nats per token, or None; state after the last token, but None
-            in a training step (training mode, targets, gradients), where it would hold the keys and values of all layers.
+        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
+            but None after a training step: targets and no state given. It would hold the keys and values of all layers.
+        Raises: ValueError if idx is empty.
         """
+        check_tokens(idx)
+        keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
-        keep_state = not (self.training and targets is not None and torch.is_grad_enabled())
         x, new_state = self.embedding(idx), []
         for layer, layer_state in zip(self.layers, state):
             if self.checkpointing and self.training:
@@ -271,7 +280,7 @@ class HTransformer(nn.Module):
                 x, layer_state = layer(x, layer_state)
             if keep_state:
                 new_state.append(layer_state)
-        logits = F.linear(self.norm_f(x), self.embedding.weight).float()
+        logits = wide(F.linear(self.norm_f(x), self.embedding.weight))
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return logits, loss, new_state if keep_state else None
 
@@ -285,10 +294,9 @@ class HTransformer(nn.Module):
         """Parameters by component; "total" is their sum."""
         counts = {}
         for name, p in self.named_parameters():
-            parts = [
-                part for part in name.split(".") if not part.isdigit() and part not in ("layers", "weight", "bias")
-            ]
-            counts[".".join(parts)] = counts.get(".".join(parts), 0) + p.numel()
+            parts = (x for x in name.split(".") if not x.isdigit() and x not in ("layers", "weight", "bias"))
+            component = ".".join(parts)
+            counts[component] = counts.get(component, 0) + p.numel()
         return counts | {"total": sum(counts.values())}
 
     def mixing_flops(self, seq):

@@ -12,7 +12,8 @@ Glossary   B batch   T time   D width   L layers   H heads (the paper's memory b
     log_gamma  log gamma_t      (B, H, T)         log of the decay of the state
     S          S_t, eq. 6       (B, H, d, d, 2)   the memory, indexed [value, key]
     alpha      alpha, eqs. 2-3  scalar            learned scale of a residual branch, alpha_cgu and alpha_pam
-Complex numbers are real pairs, last axis (re, im). SAM is the same model in real arithmetic, without that axis: k for
+Complex numbers are real pairs, last axis (re, im). Gates, angles, moduli and sums are at least float32, whatever the dtype
+of the parameters; a float64 model is float64 throughout. SAM is the same model in real arithmetic, without that axis: k for
 k^*, ReLU for modReLU, a sigmoid for the gate, turns of pairs of channels for turns of a channel. It gets twice the
 heads (equal numbers in the state) and the width that brings its parameters nearest (`matched_width`).
 
@@ -39,6 +40,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hmamba import check_tokens, wide
+from htransformer import angles, rotate
 from kernels import phase_memory
 
 EXPANSION = 3  # of the channel mixing
@@ -101,11 +104,13 @@ class ComplexLinear(nn.Module):
 
     def forward(self, z):
         """z (..., n, 2) -> (..., m, 2)"""
-        # As one real matrix (2m, 2n) on the pairs as they lie in memory: no copies of z.
+        # As one real matrix (2m, 2n) on the pairs as they lie in memory: no copies of z. In float32 under autocast: the phase
+        # z / |z| of the gate divides what bf16 has rounded by |z|, and one small |z| spoils the gradient of all below it.
         to_re = torch.stack((self.weight_r, -self.weight_i), -1)
         to_im = torch.stack((self.weight_i, self.weight_r), -1)  # (m, n, 2)
         matrix = torch.stack((to_re, to_im), 1).flatten(2).flatten(0, 1)
-        return F.linear(z.flatten(-2), matrix).unflatten(-1, (-1, 2))
+        with torch.autocast(z.device.type, enabled=False):
+            return F.linear(z.flatten(-2).to(matrix.dtype), matrix).unflatten(-1, (-1, 2))
 
 
 class RealLinear(nn.Linear):
@@ -117,8 +122,8 @@ class RealLinear(nn.Linear):
 
 
 def modulus(z):
-    """|z| of z (..., n, 2), float32, with a finite gradient at 0."""
-    return (z.float().square().sum(-1) + 1e-12).sqrt()
+    """|z| of z (..., n, 2), at least float32, with a finite gradient at 0."""
+    return (wide(z).square().sum(-1) + 1e-12).sqrt()
 
 
 class ModReLU(nn.Module):
@@ -141,19 +146,14 @@ class ComplexNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(n))
 
     def forward(self, z):
-        z = z.float()
-        rms = (z.square().sum(-1).mean(-1) + 1e-6).sqrt()  # over the channels; 1e-6: finite at 0
-        return z * (self.weight / rms.unsqueeze(-1)).unsqueeze(-1)
+        rms = (wide(z).square().sum(-1).mean(-1) + 1e-6).sqrt()  # over the channels; 1e-6: finite at 0
+        return (z * (self.weight / rms.unsqueeze(-1)).unsqueeze(-1)).to(z.dtype)
 
 
 def rope(z, position):
     """Turns the pairs z (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
     T, n = z.shape[2:4]
-    m = torch.arange(position, position + T, device=z.device, dtype=torch.float32)
-    angle = m.unsqueeze(-1) * ROPE_BASE ** (-torch.arange(n, device=z.device, dtype=torch.float32) / n)  # (T, n)
-    cos, sin = angle.cos(), angle.sin()
-    re, im = z.unbind(-1)
-    return torch.stack((re * cos - im * sin, re * sin + im * cos), -1)
+    return rotate(z, angles(position, T, ROPE_BASE ** (-torch.arange(n).to(wide(z)) / n)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -172,11 +172,12 @@ class CGU(nn.Module):
 
     def forward(self, z):
         """z (B, T, D, 2) -> the same"""
-        g, u = self.gate_proj(z).float(), self.act(self.up_proj(z)).float()
+        g, u = wide(self.gate_proj(z)), self.act(wide(self.up_proj(z)))
         size = modulus(g)
         gate = g * (size.sigmoid() / size).unsqueeze(-1)  # eq. 1: the phase of W_g z turns, sigmoid(|W_g z|) scales
         (g_re, g_im), (u_re, u_im) = gate.unbind(-1), u.unbind(-1)
-        return self.down_proj(torch.stack((g_re * u_re - g_im * u_im, g_re * u_im + g_im * u_re), -1))
+        mixed = torch.stack((g_re * u_re - g_im * u_im, g_re * u_im + g_im * u_re), -1)
+        return self.down_proj(mixed.to(z.dtype))
 
 
 class RealGU(nn.Module):
@@ -188,7 +189,7 @@ class RealGU(nn.Module):
         self.down_proj = RealLinear(EXPANSION * D, D)
 
     def forward(self, x):
-        return self.down_proj(F.relu(self.up_proj(x)) * self.gate_proj(x).float().sigmoid())
+        return self.down_proj((F.relu(self.up_proj(x)) * wide(self.gate_proj(x)).sigmoid()).to(x.dtype))
 
 
 class Memory(nn.Module):
@@ -210,14 +211,14 @@ class Memory(nn.Module):
     def init_state(self, batch_size):
         """(S (B, H, d, d, 2), or without the last axis if real; position of the next token)"""
         pair = () if self.real else (2,)
-        return self.dt_proj.weight.new_zeros(batch_size, self.H, self.d, self.d, *pair), 0
+        return wide(self.dt_proj.weight).new_zeros(batch_size, self.H, self.d, self.d, *pair), 0
 
     def gates(self, x):
-        """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and p, (B, T, H) float32 each."""
+        """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and p, (B, T, H) each, at least float32."""
         flat, size = (x, x.abs()) if self.real else (torch.cat(x.unbind(-1), -1), modulus(x))
-        # Under bf16 autocast the logits are rounded to bf16; everything made of them from here on is float32.
-        dt = F.softplus(self.dt_proj(flat).float())
-        p = self.protect_proj(size).float().sigmoid()
+        # Under bf16 autocast the logits are rounded to bf16; everything made of them from here on is at least float32.
+        dt = F.softplus(wide(self.dt_proj(flat)))
+        p = wide(self.protect_proj(size.to(x.dtype))).sigmoid()
         # eq. 5: gamma = e^-dt (1 - p) + p = 1 - (1 - p)(1 - e^-dt), whose log keeps its digits near gamma = 1. Below
         # gamma = 1e-7, where float32 has no digits of 1 - gamma, it stays there: no log of 0.
         closing = (1 - p) * torch.expm1(-dt)
@@ -228,7 +229,7 @@ class Memory(nn.Module):
         S, position = state
         pair = () if self.real else (2,)
         log_gamma, p = self.gates(x)
-        qkv = self.qkv_proj(x).float().unflatten(2, (3, self.H, self.d))  # (B, T, 3, H, d, 2)
+        qkv = wide(self.qkv_proj(x)).unflatten(2, (3, self.H, self.d))  # (B, T, 3, H, d, 2)
         q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, d, 2)
         if self.unit:
             q, k = q / modulus(q).unsqueeze(-1), k / modulus(k).unsqueeze(-1)
@@ -237,7 +238,7 @@ class Memory(nn.Module):
         v = v * (1 - p).transpose(1, 2).view(*v.shape[:3], 1, *(1 for _ in pair))  # eq. 5: V' = V (1 - p)
         y, S = phase_memory(q / self.d**0.5, k, v, log_gamma.transpose(1, 2), S, self.real)  # eqs. 6-7
         y = y.transpose(1, 2).flatten(2, 3)  # (B, T, H*d, 2)
-        return self.out_proj(y.to(qkv.dtype)), (S, position + x.shape[1])
+        return self.out_proj(y.to(x.dtype)), (S, position + x.shape[1])
 
 
 class Block(nn.Module):
@@ -313,8 +314,12 @@ class PAM(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """
         Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
-        Returns: logits (B, T, V) float32; loss, the mean in nats per token, or None; state after the last token.
+        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
+            but None after a training step: targets and no state given.
+        Raises: ValueError if idx is empty.
         """
+        check_tokens(idx)
+        keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         z, new_state = self.embedding(idx), []
         z = z if self.real else z.unflatten(-1, (-1, 2))  # (B, T, D, 2)
@@ -323,12 +328,13 @@ class PAM(nn.Module):
                 z, layer_state = checkpoint(layer, z, layer_state, use_reentrant=False)
             else:
                 z, layer_state = layer(z, layer_state)
-            new_state.append(layer_state)
+            if keep_state:
+                new_state.append(layer_state)
         z = self.norm_f(z)
         # z_r E_r^T + z_i E_i^T, the real part of <E|z>, is a real product of the pairs.
-        logits = F.linear(z if self.real else z.flatten(-2), self.embedding.weight).float()
+        logits = wide(F.linear(z if self.real else z.flatten(-2), self.embedding.weight))
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss, new_state
+        return logits, loss, new_state if keep_state else None
 
     def step(self, idx_t, state):
         """One token: idx_t (B,) -> logits (B, V) and the next state, in time and memory that do not grow."""
