@@ -61,9 +61,9 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see {self.prog} --help)")
 
 
-def command_line(main):
+def command_line(main, silent=False):
     """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream that
-    is closed, or that cannot show a character, stops nothing."""
+    is closed, or that cannot show a character, stops nothing. silent: another rank prints what went wrong."""
     if sys.stdout is None or sys.stderr is None:
         nowhere = open(os.devnull, "w")  # noqa: SIM115  open as long as the program runs
         sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
@@ -76,7 +76,7 @@ def command_line(main):
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (InputError, OSError) as e:
-        if os.environ.get("RANK", "0") == "0":
+        if not silent:
             print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except (MemoryError, RuntimeError) as e:
@@ -496,6 +496,17 @@ except ImportError:  # Windows
     fcntl = None
 
 
+def try_lock(file):
+    """Locks an open file for this process alone. Raises BlockingIOError or PermissionError if another one holds it."""
+    if fcntl:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:
+        import msvcrt
+
+        file.seek(1 << 30)  # far behind what the file says, which others may read
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+
 @contextmanager
 def locked(path):
     """One process at a time, on this machine. The lock ends with the process that holds it, however that ends."""
@@ -503,12 +514,7 @@ def locked(path):
         told = False
         while True:
             try:
-                if fcntl:
-                    fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                else:
-                    import msvcrt
-
-                    msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
+                try_lock(f)
                 break
             except (BlockingIOError, PermissionError):
                 if not told:

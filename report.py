@@ -32,7 +32,7 @@ class Log:
     """log.jsonl of a run, one JSON object a line."""
 
     def __init__(self, folder, start, keep=None, active=True):
-        """Args: start: the time at which time_s is 0; keep: on resuming, events after this step are dropped;
+        """Args: start: the time.monotonic() at which time_s is 0; keep: on resuming, events after this step are dropped;
         active: False for all ranks but the first, which alone writes."""
         self.path, self.start, self.active = folder / "log.jsonl", start, active
         if keep is not None and active and self.path.exists():
@@ -44,7 +44,7 @@ class Log:
 
     def write(self, event, step, tokens, **values):
         if self.active:
-            time_s = round(time.time() - self.start, 3)
+            time_s = round(time.monotonic() - self.start, 3)
             line = json.dumps({"event": event, "step": step, "tokens": tokens, "time_s": time_s} | values)
             with explain(f"write {self.path}"), open(self.path, "a") as f:
                 f.write(line + "\n")
@@ -60,23 +60,6 @@ def run_name(*parts):
     return re.sub(r"[:=/\\\0]", "_", "-".join(map(str, parts)))
 
 
-def make_folder(s, corpus, single):
-    """The run folder, made on the spot. Default names get -2, -3, ...; an explicit --out that exists is refused."""
-    name = run_name(s.model, corpus.name, s.size, f"s{s.seeds}")
-    folder = Path(s.out) if s.out and single else Path(s.out or "runs") / name
-    unique, n = folder, 1
-    while True:
-        try:
-            unique.mkdir(parents=True, exist_ok=bool(s.resume))
-            (unique / "log.jsonl").unlink(missing_ok=True)  # of a start that a kill ended before its first checkpoint
-            return unique
-        except FileExistsError:
-            n += 1
-            unique = folder.with_name(f"{name}-{n}")
-        except OSError as e:
-            raise InputError(f"cannot make the run folder {unique}: {e.strerror}") from None
-
-
 def provenance(device, world):
     """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device, ranks."""
     import numpy as np
@@ -84,8 +67,8 @@ def provenance(device, world):
 
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
     try:
-        git = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         git = None
     return {
         "git": git, "world": world, "threads": torch.get_num_threads(),

@@ -3460,7 +3460,7 @@ def program(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "cache"))
     words = np.random.RandomState(0).choice(["phase ", "state ", "gate ", "to be or not\n", "0.5 "], 12_000)
     (tmp_path / "text.txt").write_text("".join(words))
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     train.stop_signals.clear()
 
     def run(module, *argv):
@@ -3874,7 +3874,7 @@ def no_writing(event, args):
 train.learning_rate = learning_rate
 if train.rank:
     sys.addaudithook(no_writing)
-data.command_line(train.main)
+data.command_line(train.main, silent=train.rank > 0)
 """
 
 
@@ -4118,7 +4118,7 @@ def test_a_diverging_run_stops_and_says_where(program, monkeypatch):
     def poisoned(self, x, state):
         y, state = real(self, x, state)
         if self.training:
-            calls.append(self)
+            calls.extend([self] * (x.shape[1] == 32))  # not those of the trial step
             if len(calls) == 2 * 2 * 2 + 1:  # third step, two micro-batches, two layers: layer 0
                 y.register_hook(lambda grad: grad * math.nan)
         return y, state

@@ -6,6 +6,7 @@
     torchrun --nproc_per_node 4 train.py --data FILE --size 253m       the paper's size and protocol on four GPUs
     python train.py --resume runs/hmamba-stdlib-tiny-s1        goes on where a stopped run left off
     python train.py --out RUN --resume RUN                     begins RUN, or goes on with it: for what restarts by itself
+    python train.py --seeds 1,2,3 --out SWEEP                  a sweep that the same command goes on with
     python train.py --resume RUN --eval_only --split test      loss of its best checkpoint on the test split
     python train.py --model hmamba,mamba --size 253m --params  parameters by component
     python train.py --task mod3                                state tracking: hands over to tasks.py and its flags
@@ -25,6 +26,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -106,7 +108,7 @@ class Settings:
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
     sample_every: int = flag(None, "steps between generated texts in the log (default: none; 5m to 100m: 5000)", int)
-    out: str = flag(None, "run folder, which must not exist; for several runs, what holds theirs (default runs/)")
+    out: str = flag(None, "folder of a new run; of a sweep: what holds its runs, and goes on with them (default: runs/)")
     resume: str = flag(None, "go on with this run folder or checkpoint; if --out names it too, begin it if need be")
     eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
     split: str = flag("val", "split for --eval_only", choices=("train", "val", "test"))
@@ -125,7 +127,8 @@ def parse_flags():
             parser.add_argument(f"--{f.name}", action=action, default=None, help=text)
         else:
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
-    return {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+    given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+    return given | {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume") if k in given}
 
 
 def resolve(given, model, size, seed, device):
@@ -191,17 +194,40 @@ def learning_rate(step, s):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Several devices (torchrun sets these variables), signals, output
+# Several devices, signals, output
 
-rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-stop_signals = []  # SIGINT and SIGTERM end the run after the present step
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")  # what it sets for each process
+
+
+def read_ranks(env):
+    """(rank, world size, local rank, error) from torchrun's variables; without them those of a single process."""
+    named = [f"{k}={env[k]}" for k in TORCHRUN[:3] if k in env]
+    wrong = [k for k in TORCHRUN if not env.get(k) or not (k == "MASTER_ADDR" or env[k].isdecimal())]
+    numbers = [] if wrong else [int(env[k]) for k in TORCHRUN[:3]]
+    if numbers and numbers[0] < numbers[1]:
+        return *numbers, None
+    lacks = f"no number in {', '.join(wrong)}" if wrong else "no rank below WORLD_SIZE"
+    return 0, 1, 0, f"{' '.join(named)}, but {lacks}: start several processes with torchrun, or unset it" if named else None
+
+
+rank, world, local_rank, ranks_error = read_ranks(os.environ)
+stop_signals = []  # these signals end the run after the present step
 
 
 def print_rank0(*text):
     if rank == 0:
-        with contextlib.suppress(OSError):  # a reader that went away, or a full disk behind it, does not end a run
+        with contextlib.suppress(OSError, ValueError):  # a reader that went away does not end a run, nor does a full disk
             tqdm.write(" ".join(map(str, text)), file=sys.stdout)
             sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def extra(what):
+    """For what is no part of a result: if it fails, one line says so, and the run goes on."""
+    try:
+        yield
+    except Exception as e:
+        print_rank0(f"note: no {what} ({type(e).__name__}: {' '.join(str(e).split())[:160]})")
 
 
 def sum_over_ranks(value):
@@ -228,17 +254,36 @@ def broadcast_from_rank0(make):
     return box[0]
 
 
+@contextlib.contextmanager
+def rank_in_errors():
+    """For errors that one rank alone may meet: that rank prints them. Those of all ranks are printed by rank 0, once."""
+    try:
+        yield
+    except InputError as e:
+        if rank:
+            print(f"error on rank {rank}: {e}", file=sys.stderr)
+        raise
+
+
+def on_signal(signum, _):
+    # A closed terminal may send SIGHUP twice, and torchrun hands on what its ranks got already.
+    if stop_signals and world == 1 and signum in (signal.SIGINT, signal.SIGTERM):
+        raise KeyboardInterrupt
+    stop_signals.append(signum)
+    print_rank0(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
+
+
+def catch_signals():
+    """Ctrl-C, SIGTERM and a closed terminal save and stop the run, except those that were ignored at the start (nohup)."""
+    for signum in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")):  # Windows has no SIGHUP
+        if signum and signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, on_signal)
+
+
 def exit_on_signal():
     """Ends the program, if a signal asked any rank to, with the exit code 128 + signal."""
     if sum_over_ranks([len(stop_signals)])[0]:
         raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
-
-
-def on_signal(signum, _):
-    if stop_signals:
-        raise KeyboardInterrupt
-    stop_signals.append(signum)
-    print_rank0(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,70 +320,174 @@ def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
     return optimizer, {"decay": names[True], "no_decay": names[False]}
 
 
-def check_finite(loss, grad_norm, layers, step, folder, last_step):
-    """Stops a run whose loss or gradient is not finite, naming the step, the place and the last good checkpoint."""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
-    bad = [i for i, norm in enumerate(layers) if not norm.isfinite()]
-    # The backward runs from the last layer to the first: the last one that is not finite is where it began.
-    place = "the loss itself" if not math.isfinite(loss) else f"layer {bad[-1]}" if bad else "the embedding or the head"
-    # A loss that is not finite condemns the weights it was computed from; None: there is no sound last.pt.
-    good = last_good(folder, last_is_bad=last_step in ((None,) if math.isfinite(loss) else (None, step - 1)))
-    raise InputError(f"step {step}: loss {loss}, gradient norm {grad_norm}, first not finite in {place}; {good}")
-
-
-def last_good(folder, last_is_bad):
-    path = folder / ("prev.pt" if last_is_bad else "last.pt")
-    return f"the last good checkpoint is {path}" if path.exists() else "no good checkpoint was saved yet"
-
-
-def train(s, corpus, device, single, checkpoint=None):
-    """One run. Returns its folder; SystemExit if a signal ended it."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, on_signal)
-    torch.manual_seed(int(s.seeds))
-    if checkpoint:
-        model, folder = sample.build(checkpoint).to(device), Path(checkpoint["path"]).parent
-    else:
-        model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
-        model = model_class(config).to(device)
-        folder = Path(broadcast_from_rank0(lambda: str(report.make_folder(s, corpus, single))))
-    start_time = time.time() - (checkpoint["meta"]["time_s"] if checkpoint else 0)
-    for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
-        part.unlink(missing_ok=True)
+def try_step(s, corpus, device):
+    """A step of 1 x 8 tokens on a copy of at most 4 layers: what cannot be computed here is told before a folder is made."""
+    model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
+    model = model_class(dataclasses.replace(config, L=min(config.L, 4))).to(device)
     model.checkpointing = s.checkpointing
-    betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM_PROTOCOL else (BETAS, WEIGHT_DECAY)
-    optimizer, decay_groups = make_optimizer(model, s.lr, device, betas, decay)
-    meta = {
-        "spec": s.model, "size": s.size, "config": dataclasses.asdict(model.config), "settings": dataclasses.asdict(s),
-        "data": broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256}),
-    }  # fmt: skip
-    step, best, last_step = 0, {"val_loss": math.inf, "step": 0}, None  # last_step: of last.pt, None if it is damaged
-    log = report.Log(folder, start_time, keep=checkpoint and checkpoint["step"], active=rank == 0)
-    if checkpoint:
-        step, best = checkpoint["step"], checkpoint["best"]
-        last_step = step if Path(checkpoint["path"]).name == "last.pt" else None
+    x = torch.zeros(1, min(8, s.seq), dtype=torch.int64, device=device)
+    try:
+        with autocast(s, device):
+            loss = model(x, x)[1]
+        loss.backward()
+    except ValueError as e:
+        raise InputError(f"{s.model} cannot be trained here: {e}") from None
+
+
+class Run:
+    """A run of one model: what its steps change and its checkpoints hold. The caller holds the folder."""
+
+    def __init__(self, s, corpus, device, folder, checkpoint):
+        self.s, self.corpus, self.device, self.folder = s, corpus, device, folder
+        torch.manual_seed(int(s.seeds))
+        if checkpoint:
+            self.model = sample.build(checkpoint).to(device)
+        else:
+            model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
+            self.model = model_class(config).to(device)
+        self.model.checkpointing = s.checkpointing
+        betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM_PROTOCOL else (BETAS, WEIGHT_DECAY)
+        self.optimizer, decay_groups = make_optimizer(self.model, s.lr, device, betas, decay)
+        # last_step: of last.pt, None if it is damaged
+        self.step, self.best, self.last_step = 0, {"val_loss": math.inf, "step": 0}, None
+        if checkpoint:
+            self.restore(checkpoint)
+        self.start = time.monotonic() - (checkpoint["meta"]["time_s"] if checkpoint else 0)
+        self.meta = {
+            "spec": s.model, "size": s.size, "config": dataclasses.asdict(self.model.config),
+            "settings": dataclasses.asdict(s), "data": identity(corpus),
+        }  # fmt: skip
+        for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
+            part.unlink(missing_ok=True)
+        self.log = report.Log(folder, self.start, keep=checkpoint and checkpoint["step"], active=rank == 0)
+        ran = report.provenance(device, world)
+        if self.log.path.exists() and checkpoint:
+            self.write("resume", **ran)
+        else:
+            self.log.write("header", 0, 0, settings=self.meta["settings"], config=self.meta["config"], data=self.meta["data"],
+                params=self.model.num_params(), flops_per_token=self.model.flops_per_token(s.seq), weight_decay=decay_groups,
+                optimizer={"betas": betas, "decay": decay, "clip": CLIP}, **ran)  # fmt: skip
+        if s.compile:
+            for layer in self.model.layers:
+                layer.compile()
+        ids = [device.index] if device.type == "cuda" else None
+        self.network = DistributedDataParallel(self.model, device_ids=ids) if world > 1 else self.model
+        self.train_tokens, self.val_tokens = corpus.split("train"), corpus.split("val")
+        self.per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
+
+    def restore(self, checkpoint):
+        self.step, self.best = checkpoint["step"], checkpoint["best"]
+        self.last_step = self.step if Path(checkpoint["path"]).name == "last.pt" else None
         try:
-            optimizer.load_state_dict(checkpoint["optimizer"])
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
         except (KeyError, TypeError, ValueError) as e:
             raise InputError(f"{checkpoint['path']}: its optimizer state does not fit ({e})") from None
         torch.set_rng_state(checkpoint["rng"]["cpu"])
-    if log.path.exists() and checkpoint:
-        log.write("resume", step, step * s.batch * s.seq, **report.provenance(device, world))
-    else:
-        log.write("header", 0, 0, settings=meta["settings"], config=meta["config"], data=meta["data"],
-                  params=model.num_params(), flops_per_token=model.flops_per_token(s.seq), weight_decay=decay_groups,
-                  optimizer={"betas": betas, "decay": decay, "clip": CLIP}, **report.provenance(device, world))  # fmt: skip
-    if s.compile:
-        for layer in model.layers:
-            layer.compile()
-    ids = [device.index] if device.type == "cuda" else None
-    network = DistributedDataParallel(model, device_ids=ids) if world > 1 else model
 
-    train_tokens, val_tokens = corpus.split("train"), corpus.split("val")
-    windows, val_windows = data.num_windows(train_tokens, s.seq), data.num_windows(val_tokens, s.seq)
-    fixed, per_epoch = data.eval_index(val_windows, s.eval_seqs), data.epoch_steps(corpus, s.seq, s.batch)
-    local, end, tokens_per_step = s.batch // world, s.stop_at or s.steps, s.batch * s.seq
+    def write(self, event, **values):
+        self.log.write(event, self.step, self.step * self.s.batch * self.s.seq, **values)
+
+    def save(self, name, optimizer=None, keep=None):
+        if rank == 0:
+            self.log.sync()  # or after a power cut the log could end before its checkpoint
+            now = self.meta | {"time_s": time.monotonic() - self.start}
+            sample.save_checkpoint(self.folder / name, now, self.model, optimizer, self.step, self.best, keep)
+
+    def save_last(self):
+        self.check_data()
+        # A last.pt that could not be read does not take the place of the prev.pt that could.
+        self.save("last.pt", self.optimizer, keep=None if self.last_step is None else self.folder / "prev.pt")
+        self.last_step = self.step
+
+    def check_data(self):
+        with rank_in_errors():
+            self.corpus.check_unchanged()
+
+    def last_good(self, last_is_bad):
+        path = self.folder / ("prev.pt" if last_is_bad else "last.pt")
+        return f"the last good checkpoint is {path}" if path.exists() else "no good checkpoint was saved yet"
+
+    def validate(self):
+        s, windows = self.s, data.num_windows(self.val_tokens, self.s.seq)
+        fixed = data.eval_index(windows, s.eval_seqs)
+        loss = evaluate(self.model, self.val_tokens, fixed, s, self.device)
+        self.check_data()
+        epoch = {"epoch": self.step / self.per_epoch} if s.epochs else {}
+        self.write("val", val_loss=loss, split="val", n_tokens=len(fixed) * s.seq, **epoch)
+        if loss < self.best["val_loss"]:
+            self.best = {"val_loss": loss, "step": self.step}
+            self.save("best.pt")
+        return loss
+
+    def update(self):
+        """One step of the optimizer. Returns its numbers for the log, the gradient norm of each layer, and whether to stop."""
+        self.check_data()
+        s, model, local = self.s, self.model, self.s.batch // world
+        lr, windows = learning_rate(self.step, s), data.num_windows(self.train_tokens, s.seq)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        index = data.train_index(windows, int(s.seeds), self.step, s.batch)[rank * local : (rank + 1) * local]
+        nats = 0.0
+        for i in range(0, local, s.micro):
+            x, y = (z.to(self.device) for z in data.get_windows(self.train_tokens, s.seq, index[i : i + s.micro]))
+            with self.network.no_sync() if world > 1 and i + s.micro < local else contextlib.nullcontext():
+                with autocast(s, self.device):
+                    loss = self.network(x, y)[1]
+                (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
+            nats += loss.detach() * (len(x) / local)
+        layers = [get_total_norm([p.grad for p in layer.parameters()]) for layer in model.layers]
+        rest = get_total_norm([p.grad for n, p in model.named_parameters() if not n.startswith("layers.")])
+        grad_norm = torch.stack([*layers, rest]).norm()
+        loss, stop = sum_over_ranks([float(nats) / world, len(stop_signals)])
+        self.step += 1
+        self.check_finite(loss, grad_norm.item(), layers)
+        clip_grads_with_norm_(model.parameters(), CLIP, grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss, "lr": lr, "grad_norm": grad_norm.item()}, layers, stop
+
+    def check_finite(self, loss, grad_norm, layers):
+        """Stops a run whose loss or gradient is not finite, naming the step, the place and the last good checkpoint."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        bad = [i for i, norm in enumerate(layers) if not norm.isfinite()]
+        # The backward runs from the last layer to the first: the last one that is not finite is where it began.
+        place = "the loss itself" if not math.isfinite(loss) else f"layer {bad[-1]}" if bad else "the embedding or the head"
+        # A loss that is not finite condemns the weights it was computed from; None: there is no sound last.pt.
+        condemned = (None,) if math.isfinite(loss) else (None, self.step - 1)
+        raise InputError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}, first not finite in {place}; "
+                         f"{self.last_good(last_is_bad=self.last_step in condemned)}")  # fmt: skip
+
+    def finish(self):
+        """The loss over the whole validation split, and the extras: a sample and a figure."""
+        s, step, n = self.s, self.step, data.num_windows(self.val_tokens, self.s.seq)
+        loss = evaluate(self.model, self.val_tokens, np.arange(n), s, self.device)
+        self.check_data()
+        if not math.isfinite(loss):
+            good = self.last_good(last_is_bad=True)
+            raise InputError(f"the loss after step {step} is {loss}: the last update diverged, lower --lr; {good}")
+        print_rank0(f"validation {loss / math.log(2):.3f} {report.unit(s.tokens)} ({loss:.4f} nats) over the whole split "
+                    f"after {step} steps, {self.folder}")  # fmt: skip
+        cuda = self.device.type == "cuda"
+        memory = {"peak_memory": torch.cuda.max_memory_allocated(self.device)} if cuda else {}
+        self.write("final", val_loss=loss, split="val", n_tokens=n * s.seq, best=self.best, **memory)
+        if rank == 0:
+            text = ""
+            with extra("sample"):
+                with autocast(s, self.device):
+                    text = sample.text(self.model, 400, 0.8, 50, 1.0, 1.0)
+                (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+            with extra("curve.png"):
+                report.plot_curves(*report.group_runs([report.read_log(self.folder)])[0], self.folder / "curve.png")
+            self.write("sample", text=text)  # the last event of a run that is complete
+            print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {self.folder})\n{text.strip()}\n---")
+
+
+def train(s, corpus, device, folder, again, checkpoint=None):
+    """One run. again: the command that goes on with it. SystemExit if a signal ended it."""
+    catch_signals()
+    run = Run(s, corpus, device, folder, checkpoint)
+    model, end, tokens_per_step = run.model, s.stop_at or s.steps, s.batch * s.seq
     peak = None
     if device.type == "cuda":
         peak = PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if s.dtype == "bfloat16" else None
@@ -348,156 +497,155 @@ def train(s, corpus, device, single, checkpoint=None):
     show = rank == 0 and sys.stderr.isatty()
     print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} tokens, "
         f"{s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
-
-    def save(name, optimizer=None, keep=None):
-        if rank == 0:
-            log.sync()  # or after a power cut the log could end before its checkpoint
-            now = meta | {"time_s": time.time() - start_time}
-            sample.save_checkpoint(folder / name, now, model, optimizer, step, best, keep)
-
-    def save_last():
-        nonlocal last_step
-        # A last.pt that could not be read does not take the place of the prev.pt that could.
-        save("last.pt", optimizer, keep=None if last_step is None else folder / "prev.pt")
-        last_step = step
-
-    def validate():
-        nonlocal best
-        loss = evaluate(model, val_tokens, fixed, s, device)
-        epoch = {"epoch": step / per_epoch} if s.epochs else {}
-        log.write("val", step, step * tokens_per_step, val_loss=loss, split="val", n_tokens=len(fixed) * s.seq, **epoch)
-        if loss < best["val_loss"]:
-            best = {"val_loss": loss, "step": step}
-            save("best.pt")
-        return loss
-
-    val_loss = best["val_loss"]
+    val_loss, bar = run.best["val_loss"], None
     if not math.isfinite(val_loss):  # a new run
-        val_loss = validate()
-        save_last()  # from here on the run can be resumed
-    bar = tqdm(total=end, initial=step, unit="step", disable=not show, dynamic_ncols=True)
-    clock, clock_step, begin, begin_step = time.perf_counter(), step, time.perf_counter(), step
-    while step < end:
-        lr = learning_rate(step, s)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        index = data.train_index(windows, int(s.seeds), step, s.batch)[rank * local : (rank + 1) * local]
-        nats = 0.0
-        for i in range(0, local, s.micro):
-            x, y = (z.to(device) for z in data.get_windows(train_tokens, s.seq, index[i : i + s.micro]))
-            with network.no_sync() if world > 1 and i + s.micro < local else contextlib.nullcontext():
-                with autocast(s, device):
-                    loss = network(x, y)[1]
-                (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
-            nats += loss.detach() * (len(x) / local)
-        layers = [get_total_norm([p.grad for p in layer.parameters()]) for layer in model.layers]
-        rest = get_total_norm([p.grad for n, p in model.named_parameters() if not n.startswith("layers.")])
-        grad_norm = torch.stack([*layers, rest]).norm()
-        loss, stop = sum_over_ranks([float(nats) / world, len(stop_signals)])
-        step += 1
-        check_finite(loss, grad_norm.item(), layers, step, folder, last_step)
-        clip_grads_with_norm_(model.parameters(), CLIP, grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-        tokens = step * tokens_per_step
+        val_loss = run.validate()
+        run.save_last()  # from here on the run can be resumed
+    with extra("progress bar"):
+        bar = tqdm(total=end, initial=run.step, unit="step", disable=not show, dynamic_ncols=True)
+    clock, clock_step, begin, begin_step = time.perf_counter(), run.step, time.perf_counter(), run.step
+    while run.step < end:
+        numbers, layers, stop = run.update()
+        step = run.step
         tok_s = (step - clock_step) * tokens_per_step / (time.perf_counter() - clock)
         speed = {"tok_s": round(tok_s, 1)}
         speed |= {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
         logs, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.ckpt_every))
-        evaluates = (step % per_epoch if s.epochs else step) % s.eval_every == 0 or step == s.steps
+        evaluates = (step % run.per_epoch if s.epochs else step) % s.eval_every == 0 or step == s.steps
         if s.sample_every and step % s.sample_every == 0 and rank == 0:  # PAM section II
-            log.write("generated", step, tokens, text=sample.text(model, s.seq, 1.0, 50, 0.9, 1.2))
+            with extra("generated text"):
+                run.write("generated", text=sample.text(model, s.seq, 1.0, 50, 0.9, 1.2))
         if logs or step == 1:
-            log.write("train", step, tokens, loss=loss, lr=lr, grad_norm=grad_norm.item(), **speed)
+            run.write("train", **numbers, **speed)
         if evaluates:
-            log.write("grad", step, tokens, layers=[norm.item() for norm in layers])
-            val_loss = validate()
-        shown = f"train {loss / math.log(2):.3f} val {val_loss / math.log(2):.3f} {report.unit(s.tokens)} {tok_s:,.0f} tok/s"
-        shown += f" MFU {speed['mfu']:.1%}" if peak else ""
-        bar.set_postfix_str(shown, refresh=False)
-        bar.update()
+            run.write("grad", layers=[norm.item() for norm in layers])
+            val_loss = run.validate()
+        losses = f"train {numbers['loss'] / math.log(2):.3f} val {val_loss / math.log(2):.3f} {report.unit(s.tokens)}"
+        shown = f"{losses} {tok_s:,.0f} tok/s" + (f" MFU {speed['mfu']:.1%}" if peak else "")
+        with contextlib.suppress(Exception):  # as above: a terminal may go away
+            bar.set_postfix_str(shown, refresh=False)
+            bar.update()
         if evaluates and not show:
             left = (time.perf_counter() - begin) / (step - begin_step) * (end - step)
             print_rank0(f"step {step}/{end}  {shown}  ETA {timedelta(seconds=round(left))}")
         if saves or step == end or stop:
-            save_last()
+            run.save_last()
         if logs or evaluates or saves:
             clock, clock_step = time.perf_counter(), step  # evaluations and checkpoints do not count
         if stop and step < end:
-            bar.close()
-            print_rank0(f"stopped after step {step}; go on with: python train.py --resume {folder}")
-            exit_on_signal()
-    bar.close()
-
-    loss = evaluate(model, val_tokens, np.arange(val_windows), s, device)
-    if not math.isfinite(loss):
-        good = last_good(folder, last_is_bad=True)
-        raise InputError(f"the loss after step {step} is {loss}: the last update diverged, lower --lr; {good}")
-    memory = {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    whole = {"val_loss": loss, "split": "val", "n_tokens": val_windows * s.seq, "best": best} | memory
-    log.write("final", step, step * tokens_per_step, **whole)
-    print_rank0(f"validation {loss / math.log(2):.3f} {report.unit(s.tokens)} ({loss:.4f} nats) over the whole split "
-                f"after {step} steps, {folder}")  # fmt: skip
-    if rank == 0:
-        with autocast(s, device):
-            text = sample.text(model, 400, 0.8, 50, 1.0, 1.0)
-        with data.explain(f"write {folder}"):
-            (folder / "sample.txt").write_text(text, encoding="utf-8")
-        try:
-            report.plot_curves(*report.group_runs([report.read_log(folder)])[0], folder / "curve.png")
-        except ImportError as e:
-            print_rank0(f"note: no curve.png, as matplotlib cannot be imported ({e})")
-        log.write("sample", step, step * tokens_per_step, text=text)  # the last event of a run that is complete
-        print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {folder})\n{text.strip()}\n---")
-    if s.epochs and single:
-        print_rank0(report.epochs_table([report.read_log(folder)]))
+            break
+    with contextlib.suppress(Exception):
+        bar.close()
+    if run.step < end:
+        print_rank0(f"stopped after step {run.step}; go on with: {again}")
+        exit_on_signal()
+    run.finish()
     exit_on_signal()
-    return folder
 
 
 def evaluate_checkpoint(s, corpus, device, checkpoint):
-    """Prints the loss of a checkpoint over a whole split, and logs it beside the checkpoint as an "eval" event."""
-    model, tokens = sample.build(checkpoint).to(device), corpus.split(s.split)
-    n, step = data.num_windows(tokens, s.seq), checkpoint["step"]
-    loss = evaluate(model, tokens, np.arange(n), s, device)
-    log = report.Log(Path(checkpoint["path"]).parent, time.time() - checkpoint["meta"]["time_s"], active=rank == 0)
-    if not log.path.exists():
-        raise InputError(f"{log.path} is missing: the result belongs beside the log of its run")
-    log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
-              checkpoint=Path(checkpoint["path"]).name, **report.provenance(device, world))  # fmt: skip
-    print_rank0(f"{checkpoint['path']}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
-                f"over {n * s.seq:,} tokens")  # fmt: skip
+    """Prints the loss of a checkpoint over a whole split, and logs it as an "eval" event, if its log can be written."""
+    path, step = Path(checkpoint["path"]), checkpoint["step"]
+    with contextlib.ExitStack() as stack:
+        log = None
+        if rank == 0:
+            try:
+                with data.explain("write"):
+                    open(path.with_name("log.jsonl"), "rb+").close()
+                stack.enter_context(sample.hold(path.parent))
+                log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
+            except InputError as e:
+                print_rank0(f"note: the result is printed and not logged ({e})")
+        model, tokens = sample.build(checkpoint).to(device), corpus.split(s.split)
+        n = data.num_windows(tokens, s.seq)
+        loss = evaluate(model, tokens, np.arange(n), s, device)
+        with rank_in_errors():
+            corpus.check_unchanged()
+        print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
+                    f"over {n * s.seq:,} tokens")  # fmt: skip
+        if log:
+            log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
+                      checkpoint=path.name, **report.provenance(device, world))  # fmt: skip
 
 
-def resume_settings(given, checkpoint):
-    """Settings of a resumed run: its own, but for the flags that do not change its course."""
-    saved = checkpoint["meta"]["settings"]
-    for key, value in given.items():
-        begun = key == "out" and value == given["resume"]
-        if key not in MAY_CHANGE and not begun and value != saved.get(key):
-            raise InputError(f"--{key} {value} differs from this run's {saved.get(key)}: drop it, or start a new run")
-    try:
-        return check(Settings(**saved | {"stop_at": None} | given))
-    except TypeError as e:
-        raise InputError(f"{checkpoint['path']} was written by another version of train.py ({e})") from None
+# ----------------------------------------------------------------------------------------------------------------------
+# Run folders: new ones, and those to go on with
 
 
-@contextlib.contextmanager
-def told_by_its_rank():
-    """For what one rank alone may meet: what all of them meet is told by rank 0, once (data.command_line)."""
-    try:
-        yield
-    except InputError as e:
-        if rank:
-            print(f"error on rank {rank}: {e}", file=sys.stderr)
-        raise
+def identity(corpus):
+    """What tells a corpus from another, the same on every rank."""
+    return broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256})
+
+
+def check_data(corpus, before):
+    """Raises InputError unless the corpus is the one that a run began with."""
+    now = identity(corpus)
+    if any(now[k] != before.get(k) for k in ("size", "sha256")):
+        had = f"{before['size']:,} bytes, SHA-256 {before['sha256'][:12]}"
+        raise InputError(f"{corpus.path} ({now['size']:,} bytes, {now['sha256'][:12]}) is not the data of this run ({had})")
+
+
+def check_settings(where, before, now):
+    """Raises InputError for a setting that would change the course of a run that has begun."""
+    for key, value in now.items():
+        if key not in MAY_CHANGE and value != before.get(key):
+            raise InputError(f"{where}: --{key} {value} differs from this run's {before.get(key)}: drop it, or start a new run")
+
+
+def holds_run(folder):
+    """Whether a folder holds a checkpoint. Raises InputError for a log of training without one: it is a result."""
+    if any(folder.glob("*.pt")):
+        return True
+    log = folder / "log.jsonl"
+    if log.exists() and re.search(rb'"train".*}\n', log.read_bytes()):
+        raise InputError(f"{folder} holds the log of a run, but no checkpoint: name another folder")
+    return False
+
+
+def is_complete(folder, end=None):
+    """Whether the log of a run says that it reached this step (None: its last), and wrote everything."""
+    if not (folder / "log.jsonl").exists():
+        return False
+    events = report.read_log(folder)
+    end = end or events[0]["settings"].get("steps") or math.inf
+    return any(e["event"] == "sample" and e["step"] >= end for e in events)
+
+
+def check_out(given, several):
+    """Raises InputError unless the folder of a new run, or of a sweep's runs, can be made and written."""
+    out = given.get("out", "runs")
+    path = Path(out)
+    if "out" in given and "resume" not in given and (not out or path.exists() and not (several and path.is_dir())):
+        stopped = any((path / name).exists() for name in ("last.pt", "prev.pt")) and not is_complete(path)
+        raise InputError(f"--out {out} exists: name another folder" + f", or --resume {out} alone" * stopped)
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"cannot make the run folder {out}: {above} is no folder that can be written")
+
+
+def begin_folder(folder, explicit, stack):
+    """Makes the folder of a new run, and holds it. A default name that exists gets -2, -3, ... Returns its path."""
+    unique, n = folder, 1
+    while True:
+        try:
+            unique.mkdir(parents=True, exist_ok=explicit)
+            break
+        except OSError as e:
+            if explicit or not isinstance(e, FileExistsError):
+                raise InputError(f"cannot make the run folder {unique}: {e.strerror}") from None
+            n += 1
+            unique = folder.with_name(f"{folder.name}-{n}")
+    stack.enter_context(sample.hold(unique))
+    if holds_run(unique):
+        raise InputError(f"{unique} was begun by another process meanwhile: start this one again")
+    (unique / "log.jsonl").unlink(missing_ok=True)  # of a start that a kill ended before its first checkpoint
+    return str(unique)
 
 
 def load_data(s):
     """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it; a fault is told once."""
     broadcast_from_rank0(lambda: data.codec(data.load(s.data, s.seq, tokens=s.tokens).vocab_size) and None)
-    with told_by_its_rank():
+    with rank_in_errors():
         return data.load(s.data, s.seq, tokens=s.tokens)
 
 
@@ -509,22 +657,137 @@ def find_checkpoint(given):
         nonlocal found
         run = Path(given["resume"])
         may_begin = given.get("out") == given["resume"] and not given.get("eval_only") and not run.is_file()
-        if may_begin and not any((run / name).exists() for name in names):
-            if (run / "log.jsonl").exists() and re.search(rb'"train".*}\n', (run / "log.jsonl").read_bytes()):
-                raise InputError(f"{run} holds the log of a run, but no checkpoint: name another folder")
+        if may_begin and not any((run / name).exists() for name in names) and not holds_run(run):
             return None
         found = sample.read_checkpoint(run, names)
         return found["path"]
 
     path = broadcast_from_rank0(find)
-    with told_by_its_rank():
+    with rank_in_errors():
         return found or (path and sample.read_checkpoint(path))
+
+
+def resume_settings(given, checkpoint):
+    """Settings of a resumed run: its own, but for the flags that do not change its course."""
+    saved = checkpoint["meta"]["settings"]
+    begun = {"out"} if given.get("out") == given["resume"] else set()
+    check_settings(checkpoint["path"], saved, {k: v for k, v in given.items() if k not in begun})
+    try:
+        return check(Settings(**saved | {"stop_at": None} | given))
+    except TypeError as e:
+        raise InputError(f"{checkpoint['path']} was written by another version of train.py ({e})") from None
+
+
+def resume(given, device, again=None):
+    """Goes on with the run that --resume names, or evaluates it. Returns False if it is still to be begun (see find_checkpoint).
+
+    again: the command that goes on with the sweep that the run is part of."""
+    path = Path(given["resume"])
+    folder = path.parent if path.is_file() else path
+    with contextlib.ExitStack() as stack:
+
+        def hold():
+            if not given.get("eval_only") and any([*folder.glob("log.jsonl"), *folder.glob("*.pt")]):
+                stack.enter_context(sample.hold(folder))
+
+        broadcast_from_rank0(hold)
+        checkpoint = find_checkpoint(given)
+        if not checkpoint:
+            return False
+        s = resume_settings(given, checkpoint)
+        corpus = load_data(s)
+        check_data(corpus, checkpoint["meta"]["data"])
+        if s.eval_only:
+            evaluate_checkpoint(s, corpus, device, checkpoint)
+            return True
+        if not checkpoint["optimizer"]:
+            raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
+        step, end = checkpoint["step"], s.stop_at or s.steps
+        if step > end or (step == end and is_complete(folder, end)):
+            advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
+            message = f"{checkpoint['path']} is at step {step} of {end} already: {advice}"
+            if step > end or given.get("out") != given["resume"]:
+                raise InputError(message)
+            print_rank0(message)  # to a command that is started until it succeeds
+            return True
+        try_step(s, corpus, device)
+        train(s, corpus, device, folder, again or f"python train.py --resume {folder}", checkpoint)
+    if not again:
+        print_tables(s, [folder])
+    return True
+
+
+def sweep_state(s, corpus, folder):
+    """Of a run in the folder of a sweep: "new", "begun" or "complete". Raises InputError if it holds a run of other settings."""
+    if not holds_run(folder):
+        return "new"
+    header = report.read_log(folder)[0]
+    check_settings(folder, header["settings"] | {"out": s.out}, dataclasses.asdict(s))
+    check_data(corpus, header["data"])
+    return "complete" if is_complete(folder, s.stop_at or s.steps) else "begun"
+
+
+def print_tables(s, folders):
+    """What the logs of a sweep, or of one run in epochs, say together."""
+    if rank == 0 and (len(folders) > 1 or s.epochs):
+        with extra("table"):
+            logs = [report.read_log(folder) for folder in folders]
+            print_rank0(report.training_report(logs)[0] if len(logs) > 1 else report.epochs_table(logs))
+
+
+def run(given, device):
+    if "resume" in given and resume(given, device):
+        return
+    defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
+    lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
+    runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
+    if given.get("params"):
+        print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
+        return
+    # What can be told before the first run is: a fault in the last of a sweep would come hours later.
+    if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
+        raise InputError("--model, --size and --seeds must not repeat an entry")
+    explicit, several = "out" in given, len(runs) > 1
+    if "resume" in given and several:
+        raise InputError("--resume goes on with one run, not with a list of them")
+    broadcast_from_rank0(lambda: check_out(given, several))
+    corpora = [load_data(s) for s in runs]
+    for s, corpus in zip(runs, corpora):
+        set_epochs(s, corpus)
+        try_step(s, corpus, device)
+    base = Path(given.get("out", "runs"))
+    folders = [base / report.run_name(s.model, c.name, s.size, f"s{s.seeds}") for s, c in zip(runs, corpora)]
+    if explicit and not several:
+        folders = [base]
+    states = ["new"] * len(runs)
+    if explicit and several:
+        known = broadcast_from_rank0(lambda: not base.exists() or not any(base.iterdir()) or any(f.exists() for f in folders))
+        if not known:
+            raise InputError(f"--out {base} exists, and holds no run of this sweep: name another folder")
+        states = [sweep_state(*job) for job in zip(runs, corpora, folders)]
+    fresh = broadcast_from_rank0(lambda: not any(f.exists() for f in folders))
+    for i, (s, corpus, state) in enumerate(zip(runs, corpora, states)):
+        if state == "complete":
+            print_rank0(f"{folders[i]} is complete already")
+        elif state == "begun":
+            resume({k: v for k, v in given.items() if k in MAY_CHANGE} | {"resume": str(folders[i])}, device, "the same command")
+        else:
+            with contextlib.ExitStack() as stack:
+                make = partial(begin_folder, folders[i], explicit, stack)
+                folders[i] = Path(broadcast_from_rank0(make))
+                again = f"python train.py --resume {folders[i]}"
+                if several and (explicit or fresh):  # else the names of the runs do not say that they belong together
+                    again = "the same command" + f" and --out {base}" * (not explicit)
+                train(s, corpus, device, folders[i], again)
+    print_tables(s, folders)
 
 
 def main():
     if any(argument.partition("=")[0] == "--task" for argument in sys.argv[1:]):
         return tasks.main()  # with flags of its own
     given = parse_flags()
+    if ranks_error:
+        raise InputError(ranks_error)
     if (given.get("eval_only") or "split" in given) and not ("resume" in given and given.get("eval_only")):
         raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
     device = sample.pick_device(given.get("device", "auto"))
@@ -539,7 +802,7 @@ def main():
     try:
         run(given, device)
     except (MemoryError, RuntimeError) as e:
-        with told_by_its_rank():
+        with rank_in_errors():
             if isinstance(e, MemoryError) or re.search("out of memory|allocate", str(e)):
                 raise InputError("out of memory: set --checkpointing, lower --micro (same result) or --seq") from None
         if world > 1 and (isinstance(e, dist.DistError) or re.search("gloo|NCCL", str(e))):
@@ -550,49 +813,5 @@ def main():
         dist.destroy_process_group()
 
 
-def run(given, device):
-    checkpoint = find_checkpoint(given) if "resume" in given else None
-    if checkpoint:
-        s = resume_settings(given, checkpoint)
-        corpus = load_data(s)
-        was = checkpoint["meta"]["data"]
-        size, sha256 = broadcast_from_rank0(lambda: (len(corpus.tokens), corpus.sha256))
-        if (size, sha256) != (was["size"], was["sha256"]):
-            had = f"{was['size']:,} bytes, SHA-256 {was['sha256'][:12]}"
-            raise InputError(f"{corpus.path} ({size:,} bytes, {sha256[:12]}) is not the data of this run ({had})")
-        if s.eval_only:
-            return evaluate_checkpoint(s, corpus, device, checkpoint)
-        if not checkpoint["optimizer"]:
-            raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
-        step, end = checkpoint["step"], s.stop_at or s.steps
-        log = Path(checkpoint["path"]).with_name("log.jsonl")
-        done = [e["step"] for e in report.read_log(log) if e["event"] == "sample"] if log.exists() else []
-        if step > end or (step == end and done == [step]):
-            advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
-            message = f"{checkpoint['path']} is at step {step} of {end} already: {advice}"
-            if step > end or given.get("out") != given["resume"]:
-                raise InputError(message)
-            return print_rank0(message)  # to a command that is started until it succeeds
-        return train(s, corpus, device, True, checkpoint)
-    defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
-    lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
-    runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
-    if given.get("params"):
-        return print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
-    # What can be told before the first run is: a fault in the last of a sweep would come hours later.
-    if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
-        raise InputError("--model, --size and --seeds must not repeat an entry")
-    if "resume" in given and len(runs) > 1:
-        raise InputError("--resume goes on with one run, not with a list of them")
-    if "out" in given and "resume" not in given and (not given["out"] or Path(given["out"]).exists()):
-        raise InputError(f"--out {given['out']} exists: name another folder, or --resume {given['out']}")
-    corpora = [load_data(s) for s in runs]
-    for s, corpus in zip(runs, corpora):
-        set_epochs(s, corpus)
-    finished = [train(s, corpus, device, single=len(runs) == 1) for s, corpus in zip(runs, corpora)]
-    if rank == 0 and len(finished) > 1:
-        print_rank0(report.training_report([report.read_log(f) for f in finished])[0])
-
-
 if __name__ == "__main__":
-    command_line(main)
+    command_line(main, silent=rank > 0)
