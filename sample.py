@@ -332,7 +332,7 @@ def main():
     for is_wrong, message in wrong:
         if is_wrong:
             raise InputError(message)
-    run = newest_run() if args.run is None else args.run
+    run = newest_run() if args.run is None else os.path.expanduser(args.run)
     model, meta = load(run, pick_device(args.device))
     print(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}", file=sys.stderr)
     prompt = args.prompt.encode("utf-8", errors="surrogateescape")

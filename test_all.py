@@ -3608,14 +3608,15 @@ def test_run_killed_in_its_last_validation_can_be_finished(program):
     assert_same_run("straight", "cut")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_signals_save_and_stop(program, monkeypatch, name):
     assert program(train, *SMALL, "--out", "straight")[0] == 0
     real = train.learning_rate
 
     def interrupt(step, s):
         if step == 4:
-            os.kill(os.getpid(), getattr(signal, name))
+            for _ in range(1 + (name == "SIGHUP")):  # a terminal that closes may send it twice
+                os.kill(os.getpid(), getattr(signal, name))
         return real(step, s)
 
     monkeypatch.setattr(train, "learning_rate", interrupt)
@@ -3627,6 +3628,14 @@ def test_signals_save_and_stop(program, monkeypatch, name):
     monkeypatch.setattr(train, "learning_rate", real)
     assert program(train, "--resume", "cut")[0] == 0
     assert_same_run("straight", "cut")
+
+
+def test_signal_that_was_ignored_stays_ignored(program, monkeypatch):
+    """nohup python train.py"""
+    monkeypatch.setattr(train, "learning_rate", lambda step, s: os.kill(os.getpid(), signal.SIGHUP) or 1e-3)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert program(train, *SMALL, "--steps", 2, "--out", "run")[0] == 0
+    assert train.is_complete(Path("run"))
 
 
 KILLS = """
@@ -3783,7 +3792,8 @@ def test_output_that_cannot_be_written_ends_no_run(program):
         if "/dev/full" in shell and not Path("/dev/full").exists():
             continue
         line = "set -o pipefail; " + shell.format(f"{command} --out run{i}")
-        done = subprocess.run(["bash", "-c", line], env=ENV, capture_output=True, check=False)
+        env = ENV | {"MPLBACKEND": "module://no.such.module"}  # as in a notebook whose packages are elsewhere
+        done = subprocess.run(["bash", "-c", line], env=env, capture_output=True, check=False)
         assert b"Traceback" not in done.stderr
         assert report.read_log(f"run{i}")[-1]["event"] == "sample", shell
 
@@ -3831,11 +3841,145 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_training_without_matplotlib(program, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, out, _ = program(train, *SMALL, "--steps", 1, "--out", "run")
-    assert code == 0
-    assert "note: no curve.png" in out
+def test_extras_end_no_run(program, monkeypatch, tmp_path):
+    """A figure, a text, the bar, a git that hangs, ...: one line says what there is not, and the result is whole."""
+
+    class NoBar(train.tqdm):
+        def __init__(self, **_):
+            raise OSError("no terminal")
+
+    def fail(*_):
+        raise ValueError("module://matplotlib_inline.backend_inline is not a valid\nvalue for backend")
+
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(train, "tqdm", NoBar)
+    monkeypatch.setattr(report, "plot_curves", fail)
+    monkeypatch.setattr(sample, "text", fail)
+    argv = [*SMALL, "--steps", 2, "--sample_every", 1, "--seeds", "1,2", "--out", "sweep"]
+    monkeypatch.setattr(report, "training_report", fail)
+    code, out, err = program(train, *argv)
+    assert (code, err) == (0, "")
+    for what in ("progress bar (OSError", "generated text (V", "sample (V", "curve.png (V", "table (ValueError: module"):
+        assert out.count(f"note: no {what}") == {"generated": 4, "table": 1}.get(what.split()[0], 2)
+    for folder in Path("sweep").iterdir():
+        assert train.is_complete(folder)
+        assert report.read_log(folder)[0]["git"] is None
+
+
+def test_one_writer_a_run_folder(program, monkeypatch):
+    """The second start says who holds the folder, and touches nothing. The lock dies with its process."""
+    command = [*SMALL, "--out", "cut", "--resume", "cut"]
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+    real, seen = train.evaluate, []
+
+    def evaluate(*args):
+        if not seen:  # before the first checkpoint
+            seen.append(None)
+            before = {p: p.read_bytes() for p in Path("cut").iterdir()}
+            seen[:] = [program(train, *argv) for argv in (command, command[2:], ["--resume", "cut"])]
+            assert {p: p.read_bytes() for p in Path("cut").iterdir()} == before
+        return real(*args)
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    assert program(train, *command)[0] == 0
+    for code, _, err in seen:
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"cut is in use by process {os.getpid()} on {socket.gethostname()} since 20" in err
+    assert_same_run("straight", "cut")
+    child = os.fork()
+    if not child:
+        with sample.hold("cut"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert f"process {child} " in Path("cut/lock").read_text()
+    with sample.hold("cut"):
+        assert f"process {os.getpid()} " in Path("cut/lock").read_text()
+        before = Path("cut/log.jsonl").read_bytes()
+        code, out, _ = program(train, "--resume", "cut", "--eval_only")
+        assert code == 0
+        assert "note: the result is printed and not logged (cut is in use by" in out
+        assert "val loss" in out
+        assert Path("cut/log.jsonl").read_bytes() == before
+    assert not Path("cut/lock").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs flock")
+def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(data.fcntl, "flock", no_locks)
+    with sample.hold(tmp_path):
+        assert "cannot be locked (Function not implemented): start no second run in it" in capsys.readouterr().err
+
+
+def test_data_that_changes_ends_the_run(program, monkeypatch):
+    """With the old bytes back the run goes on to the same end."""
+    assert program(train, *SMALL, "--out", "straight")[0] == 0
+    text, real = Path("text.txt").read_bytes(), train.learning_rate
+
+    def change(step, s):
+        if step == 5:
+            Path("text.txt").write_bytes(text[:-9] + b"something")
+        return real(step, s)
+
+    monkeypatch.setattr(train, "learning_rate", change)
+    code, _, err = program(train, *SMALL, "--out", "cut")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "since the run began" in err
+    assert not {"final", "sample"} & {e["event"] for e in report.read_log("cut")}
+    assert sample.read_checkpoint("cut/last.pt")["step"] == 4
+    monkeypatch.setattr(train, "learning_rate", real)
+    Path("text.txt").write_bytes(text)
+    assert program(train, "--resume", "cut")[0] == 0
+    assert_same_run("straight", "cut")
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *args: Path("text.txt").write_bytes(text + b"?") and evaluate(*args))
+    for argv in (["--resume", "cut", "--eval_only"], [*SMALL, "--out", "new"]):
+        Path("text.txt").write_bytes(text)
+        code, _, err = program(train, *argv)
+        assert (code, "since the run began" in err) == (2, True)
+
+
+def test_ranks_are_made_by_torchrun_alone(program, monkeypatch):
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert train.read_ranks(whole) == (1, 2, 1, None)
+    assert train.read_ranks({"MASTER_ADDR": "x", "PATH": "/"}) == (0, 1, 0, None)
+    for change in [{"RANK": "2"}, *({key: value} for key in whole for value in ("", None))]:
+        env = {k: v for k, v in (whole | change).items() if v is not None}
+        assert train.read_ranks(env)[:3] == (0, 1, 0)
+        monkeypatch.setattr(train, "ranks_error", train.read_ranks(env)[3])
+        code, _, err = program(train, *SMALL)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{next(iter(change)) if None in change.values() or '' in change.values() else 'WORLD_SIZE'}" in err
+        assert "start several processes with torchrun" in err
+    for key, value in whole.items():  # programs of one process do not look at them
+        monkeypatch.setenv(key, value)
+    for module, argv in ((sample, ["nope"]), (report, ["nope"]), (data, ["nope"]), (tasks, ["--task", "nope"]), (bench, ["nope"])):
+        code, _, err = program(module, *argv)
+        assert (code, err.count("\n")) == (2, 1)
+
+
+def test_backend_is_judged_before_a_folder_is_made(program, monkeypatch):
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
+    code, _, err = program(train, *SMALL, "--seeds", "1,2")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "'tritn'; known: torch, triton, reference" in err
+    assert not Path("runs").exists()
+
+
+def test_home_is_expanded_and_the_clock_may_be_set_back(program, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    now = iter(range(2_000_000_000, 0, -1000))
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    assert program(train, *SMALL, "--out=~/run", "--data=~/text.txt", "--stop_at", 2)[0] == 0
+    assert program(train, "--resume=~/run")[0] == 0
+    times = [e["time_s"] for e in report.read_log(tmp_path / "run")]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1]
+    assert program(sample, "~/run", "--length", 1)[0] == 0
 
 
 def test_micro_batches_change_nothing(program):
@@ -4035,6 +4179,38 @@ def test_sweeps_share_the_data_order_and_print_ratios(program, tmp_path):
     assert first == ["1", "2", "1", "2"]
 
 
+@pytest.mark.parametrize("out", [["--out", "sweep"], []], ids=["out", "default"])
+def test_a_sweep_that_was_interrupted_goes_on(program, monkeypatch, no_curves, out):
+    """The same command, and what the message says where no --out was given; nothing is run twice."""
+    argv = [*SMALL, "--seeds", "1,2,3"]
+    assert program(train, *argv, "--out", "straight")[0] == 0
+    real = train.learning_rate
+
+    def interrupt(step, s):
+        if (step, s.seeds) == (4, "2"):
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(step, s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "learning_rate", interrupt)
+        code, text, _ = program(train, *argv, *out)
+    assert code == 130
+    assert f"go on with: the same command{'' if out else ' and --out runs'}\n" in text
+    again = [*argv, *(out or ["--out", "runs"])]
+    code, table, _ = program(train, *again)
+    assert code == 0
+    for folder in Path("straight").iterdir():
+        assert_same_run(folder, Path(again[-1], folder.name))
+    assert table.splitlines()[0].endswith("-s1 is complete already")
+    before = {p: p.read_bytes() for p in Path(again[-1]).rglob("*") if p.is_file()}
+    code, text, _ = program(train, *again)
+    assert (code, text.count("is complete already"), text.splitlines()[3:]) == (0, 3, table.splitlines()[-len(text.splitlines()[3:]) :])
+    for wrong, message in (([*again, "--lr", 1], "--lr 1.0 differs from"), ([*SMALL, "--seeds", "8,9", *again[-2:]], "no run of this sweep")):
+        code, _, err = program(train, *wrong)
+        assert (code, message in err, err.count("\n")) == (2, True, 1)
+    assert {p: p.read_bytes() for p in Path(again[-1]).rglob("*") if p.is_file()} == before
+
+
 def test_evaluation_is_the_same_for_any_micro_batch():
     tokens = np.random.RandomState(0).randint(0, 256, 2000).astype(np.uint8)
     model = make("hmamba", L=1)
@@ -4070,6 +4246,13 @@ def test_eval_only_judges_the_best_checkpoint(program):
         f.write('{"event": "train"')  # a line that a kill cut short does not swallow the next one
     assert program(train, "--resume", "run", "--eval_only", "--split", "val")[0] == 0
     assert report.read_log("run")[-1]["split"] == "val"
+    Path("alone").mkdir()
+    shutil.copy("run/best.pt", "alone")
+    code, out, _ = program(train, "--resume", "alone", "--eval_only", "--split", "test")
+    assert code == 0
+    assert out.startswith("note: the result is printed and not logged (cannot write")
+    assert f"test loss {expected:.4f} nats" in out
+    assert [p.name for p in Path("alone").iterdir()] == ["best.pt"]
 
 
 def test_learning_rate():
@@ -4323,10 +4506,6 @@ def lacks_optimizer():
     resave("run/lacks.pt", lambda checkpoint: (checkpoint.pop("best"), checkpoint.pop("optimizer")))
 
 
-def no_log():
-    Path("run/log.jsonl").unlink()
-
-
 RESUME = ["--resume", "run"]
 TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what the one line must say)
     (None, [*SMALL, "--model", "gru"], "unknown model 'gru'; known: hmamba, mamba"),
@@ -4376,7 +4555,6 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (None, [*SMALL, "--seeds", "1,2", "--seq", "100000"], "too short for --seq 100000"),
     (None, [*SMALL, "--model", "mamba:mlp=-7"], "mlp=-7 must be at least -1"),
     (None, [*SMALL, "--model", "mamba:L=1:L=2"], "sets L twice"),
-    (no_log, [*RESUME, "--eval_only"], "log.jsonl is missing"),
     (foreign_checkpoint, ["--resume", "foreign.pt"], "checkpoint of other origin"),
     (truncated_checkpoint, ["--resume", "short.pt"], "cut short, damaged, or of other origin"),
     (unsafe_checkpoint, ["--resume", "unsafe.pt"], "unsafe.pt holds pathlib.PosixPath, and only tensors"),
