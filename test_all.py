@@ -3635,7 +3635,7 @@ def test_signal_that_was_ignored_stays_ignored(program, monkeypatch):
     monkeypatch.setattr(train, "learning_rate", lambda step, s: os.kill(os.getpid(), signal.SIGHUP) or 1e-3)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert program(train, *SMALL, "--steps", 2, "--out", "run")[0] == 0
-    assert train.is_complete(Path("run"))
+    assert report.read_log("run")[-1]["event"] == "sample"
 
 
 KILLS = """
@@ -3864,7 +3864,7 @@ def test_extras_end_no_run(program, monkeypatch, tmp_path):
     for what in ("progress bar (OSError", "generated text (V", "sample (V", "curve.png (V", "table (ValueError: module"):
         assert out.count(f"note: no {what}") == {"generated": 4, "table": 1}.get(what.split()[0], 2)
     for folder in Path("sweep").iterdir():
-        assert train.is_complete(folder)
+        assert report.read_log(folder)[-1]["event"] == "sample"
         assert report.read_log(folder)[0]["git"] is None
 
 
@@ -3899,7 +3899,7 @@ def test_one_writer_a_run_folder(program, monkeypatch):
         before = Path("cut/log.jsonl").read_bytes()
         code, out, _ = program(train, "--resume", "cut", "--eval_only")
         assert code == 0
-        assert "note: the result is printed and not logged (cut is in use by" in out
+        assert "note: no log of this result (InputError: cut is in use by" in out
         assert "val loss" in out
         assert Path("cut/log.jsonl").read_bytes() == before
     assert not Path("cut/lock").exists()
@@ -4201,10 +4201,10 @@ def test_a_sweep_that_was_interrupted_goes_on(program, monkeypatch, no_curves, o
     assert code == 0
     for folder in Path("straight").iterdir():
         assert_same_run(folder, Path(again[-1], folder.name))
-    assert table.splitlines()[0].endswith("-s1 is complete already")
+    assert "-s1/last.pt is at step 8 of 8 already: the run is complete" in table.splitlines()[0]
     before = {p: p.read_bytes() for p in Path(again[-1]).rglob("*") if p.is_file()}
     code, text, _ = program(train, *again)
-    assert (code, text.count("is complete already"), text.splitlines()[3:]) == (0, 3, table.splitlines()[-len(text.splitlines()[3:]) :])
+    assert (code, text.count("the run is complete"), text.splitlines()[3:]) == (0, 3, table.splitlines()[-len(text.splitlines()[3:]) :])
     for wrong, message in (([*again, "--lr", 1], "--lr 1.0 differs from"), ([*SMALL, "--seeds", "8,9", *again[-2:]], "no run of this sweep")):
         code, _, err = program(train, *wrong)
         assert (code, message in err, err.count("\n")) == (2, True, 1)
@@ -4250,7 +4250,7 @@ def test_eval_only_judges_the_best_checkpoint(program):
     shutil.copy("run/best.pt", "alone")
     code, out, _ = program(train, "--resume", "alone", "--eval_only", "--split", "test")
     assert code == 0
-    assert out.startswith("note: the result is printed and not logged (cannot write")
+    assert out.startswith("note: no log of this result (FileNotFoundError")
     assert f"test loss {expected:.4f} nats" in out
     assert [p.name for p in Path("alone").iterdir()] == ["best.pt"]
 

@@ -351,7 +351,13 @@ class Run:
         # last_step: of last.pt, None if it is damaged
         self.step, self.best, self.last_step = 0, {"val_loss": math.inf, "step": 0}, None
         if checkpoint:
-            self.restore(checkpoint)
+            self.step, self.best = checkpoint["step"], checkpoint["best"]
+            self.last_step = self.step if Path(checkpoint["path"]).name == "last.pt" else None
+            try:
+                self.optimizer.load_state_dict(checkpoint["optimizer"])
+            except (KeyError, TypeError, ValueError) as e:
+                raise InputError(f"{checkpoint['path']}: its optimizer state does not fit ({e})") from None
+            torch.set_rng_state(checkpoint["rng"]["cpu"])
         self.start = time.monotonic() - (checkpoint["meta"]["time_s"] if checkpoint else 0)
         self.meta = {
             "spec": s.model, "size": s.size, "config": dataclasses.asdict(self.model.config),
@@ -374,15 +380,6 @@ class Run:
         self.network = DistributedDataParallel(self.model, device_ids=ids) if world > 1 else self.model
         self.train_tokens, self.val_tokens = corpus.split("train"), corpus.split("val")
         self.per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
-
-    def restore(self, checkpoint):
-        self.step, self.best = checkpoint["step"], checkpoint["best"]
-        self.last_step = self.step if Path(checkpoint["path"]).name == "last.pt" else None
-        try:
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
-        except (KeyError, TypeError, ValueError) as e:
-            raise InputError(f"{checkpoint['path']}: its optimizer state does not fit ({e})") from None
-        torch.set_rng_state(checkpoint["rng"]["cpu"])
 
     def write(self, event, **values):
         self.log.write(event, self.step, self.step * self.s.batch * self.s.seq, **values)
@@ -544,18 +541,14 @@ def train(s, corpus, device, folder, again, checkpoint=None):
 
 
 def evaluate_checkpoint(s, corpus, device, checkpoint):
-    """Prints the loss of a checkpoint over a whole split, and logs it as an "eval" event, if its log can be written."""
-    path, step = Path(checkpoint["path"]), checkpoint["step"]
+    """Prints the loss of a checkpoint over a whole split, and logs it beside the checkpoint as an "eval" event."""
+    path, step, log = Path(checkpoint["path"]), checkpoint["step"], None
     with contextlib.ExitStack() as stack:
-        log = None
         if rank == 0:
-            try:
-                with data.explain("write"):
-                    open(path.with_name("log.jsonl"), "rb+").close()
+            with extra("log of this result"):  # told before an evaluation that may take hours
+                open(path.with_name("log.jsonl"), "rb+").close()
                 stack.enter_context(sample.hold(path.parent))
                 log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
-            except InputError as e:
-                print_rank0(f"note: the result is printed and not logged ({e})")
         model, tokens = sample.build(checkpoint).to(device), corpus.split(s.split)
         n = data.num_windows(tokens, s.seq)
         loss = evaluate(model, tokens, np.arange(n), s, device)
@@ -572,55 +565,25 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
 # Run folders: new ones, and those to go on with
 
 
-def identity(corpus):
-    """What tells a corpus from another, the same on every rank."""
-    return broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256})
-
-
-def check_data(corpus, before):
-    """Raises InputError unless the corpus is the one that a run began with."""
-    now = identity(corpus)
-    if any(now[k] != before.get(k) for k in ("size", "sha256")):
-        had = f"{before['size']:,} bytes, SHA-256 {before['sha256'][:12]}"
-        raise InputError(f"{corpus.path} ({now['size']:,} bytes, {now['sha256'][:12]}) is not the data of this run ({had})")
-
-
-def check_settings(where, before, now):
-    """Raises InputError for a setting that would change the course of a run that has begun."""
-    for key, value in now.items():
-        if key not in MAY_CHANGE and value != before.get(key):
-            raise InputError(f"{where}: --{key} {value} differs from this run's {before.get(key)}: drop it, or start a new run")
-
-
-def holds_run(folder):
-    """Whether a folder holds a checkpoint. Raises InputError for a log of training without one: it is a result."""
-    if any(folder.glob("*.pt")):
-        return True
-    log = folder / "log.jsonl"
-    if log.exists() and re.search(rb'"train".*}\n', log.read_bytes()):
-        raise InputError(f"{folder} holds the log of a run, but no checkpoint: name another folder")
-    return False
-
-
-def is_complete(folder, end=None):
-    """Whether the log of a run says that it reached this step (None: its last), and wrote everything."""
-    if not (folder / "log.jsonl").exists():
-        return False
-    events = report.read_log(folder)
-    end = end or events[0]["settings"].get("steps") or math.inf
-    return any(e["event"] == "sample" and e["step"] >= end for e in events)
-
-
 def check_out(given, several):
     """Raises InputError unless the folder of a new run, or of a sweep's runs, can be made and written."""
     out = given.get("out", "runs")
     path = Path(out)
     if "out" in given and "resume" not in given and (not out or path.exists() and not (several and path.is_dir())):
-        stopped = any((path / name).exists() for name in ("last.pt", "prev.pt")) and not is_complete(path)
-        raise InputError(f"--out {out} exists: name another folder" + f", or --resume {out} alone" * stopped)
+        raise InputError(f"--out {out} exists: name another folder (a run that was stopped goes on with --resume alone)")
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"cannot make the run folder {out}: {above} is no folder that can be written")
+
+
+def holds_run(folder):
+    """Whether a folder holds a checkpoint. Raises InputError for a log of training without one: it is a result."""
+    log = folder / "log.jsonl"
+    if any((folder / name).exists() for name in ("last.pt", "prev.pt")):
+        return True
+    if log.exists() and re.search(rb'"train".*}\n', log.read_bytes()):
+        raise InputError(f"{folder} holds the log of a run, but no checkpoint: name another folder")
+    return False
 
 
 def begin_folder(folder, explicit, stack):
@@ -639,25 +602,39 @@ def begin_folder(folder, explicit, stack):
     if holds_run(unique):
         raise InputError(f"{unique} was begun by another process meanwhile: start this one again")
     (unique / "log.jsonl").unlink(missing_ok=True)  # of a start that a kill ended before its first checkpoint
-    return str(unique)
+    return unique
 
 
-def load_data(s):
-    """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it; a fault is told once."""
+def identity(corpus):
+    return broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256})
+
+
+def load_data(s, checkpoint=None):
+    """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it; a fault is told once.
+    Raises InputError if it is not the data of the checkpoint's run."""
     broadcast_from_rank0(lambda: data.codec(data.load(s.data, s.seq, tokens=s.tokens).vocab_size) and None)
     with rank_in_errors():
-        return data.load(s.data, s.seq, tokens=s.tokens)
+        corpus = data.load(s.data, s.seq, tokens=s.tokens)
+    if checkpoint:
+        now, was = ({k: d[k] for k in ("size", "sha256")} for d in (identity(corpus), checkpoint["meta"]["data"]))
+        if now != was:
+            this, had = (f"{d['size']:,} bytes, SHA-256 {d['sha256'][:12]}" for d in (now, was))
+            raise InputError(f"{corpus.path} ({this}) is not the data of this run ({had})")
+    return corpus
 
 
-def find_checkpoint(given):
-    """What --resume names, the same on every rank; None if --out says that it may be begun, and it holds none yet."""
+def find_checkpoint(given, stack):
+    """What --resume names, the same on every rank, its folder held; None if --out says that it may be begun, and it is not."""
     found, names = None, ("best.pt",) * bool(given.get("eval_only")) + ("last.pt", "prev.pt")
 
     def find():
         nonlocal found
         run = Path(given["resume"])
+        folder = run.parent if run.is_file() else run
+        if not given.get("eval_only") and [*folder.glob("log.jsonl"), *folder.glob("*.pt")]:
+            stack.enter_context(sample.hold(folder))
         may_begin = given.get("out") == given["resume"] and not given.get("eval_only") and not run.is_file()
-        if may_begin and not any((run / name).exists() for name in names) and not holds_run(run):
+        if may_begin and not holds_run(run):
             return None
         found = sample.read_checkpoint(run, names)
         return found["path"]
@@ -670,40 +647,35 @@ def find_checkpoint(given):
 def resume_settings(given, checkpoint):
     """Settings of a resumed run: its own, but for the flags that do not change its course."""
     saved = checkpoint["meta"]["settings"]
-    begun = {"out"} if given.get("out") == given["resume"] else set()
-    check_settings(checkpoint["path"], saved, {k: v for k, v in given.items() if k not in begun})
+    for key, value in given.items():
+        begun = key == "out" and value == given["resume"]
+        if key not in MAY_CHANGE and not begun and value != saved.get(key):
+            was = f"{value} differs from this run's {saved.get(key)}"
+            raise InputError(f"{given['resume']}: --{key} {was}: drop it, or start a new run")
     try:
         return check(Settings(**saved | {"stop_at": None} | given))
     except TypeError as e:
         raise InputError(f"{checkpoint['path']} was written by another version of train.py ({e})") from None
 
 
-def resume(given, device, again=None):
-    """Goes on with the run that --resume names, or evaluates it. Returns False if it is still to be begun (see find_checkpoint).
+def go_on(given, device, again=None):
+    """Goes on with what --resume names, or evaluates it. Returns whether it did: False if it is still to be begun.
 
-    again: the command that goes on with the sweep that the run is part of."""
-    path = Path(given["resume"])
-    folder = path.parent if path.is_file() else path
+    again: the command that goes on, after a signal, with the sweep that the run is part of."""
     with contextlib.ExitStack() as stack:
-
-        def hold():
-            if not given.get("eval_only") and any([*folder.glob("log.jsonl"), *folder.glob("*.pt")]):
-                stack.enter_context(sample.hold(folder))
-
-        broadcast_from_rank0(hold)
-        checkpoint = find_checkpoint(given)
+        checkpoint = find_checkpoint(given, stack)
         if not checkpoint:
             return False
         s = resume_settings(given, checkpoint)
-        corpus = load_data(s)
-        check_data(corpus, checkpoint["meta"]["data"])
+        corpus, folder = load_data(s, checkpoint), Path(checkpoint["path"]).parent
         if s.eval_only:
             evaluate_checkpoint(s, corpus, device, checkpoint)
             return True
         if not checkpoint["optimizer"]:
             raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
         step, end = checkpoint["step"], s.stop_at or s.steps
-        if step > end or (step == end and is_complete(folder, end)):
+        events = report.read_log(folder) if (folder / "log.jsonl").exists() else []
+        if step > end or (step == end and step in [e["step"] for e in events if e["event"] == "sample"]):
             advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
             message = f"{checkpoint['path']} is at step {step} of {end} already: {advice}"
             if step > end or given.get("out") != given["resume"]:
@@ -712,31 +684,21 @@ def resume(given, device, again=None):
             return True
         try_step(s, corpus, device)
         train(s, corpus, device, folder, again or f"python train.py --resume {folder}", checkpoint)
-    if not again:
-        print_tables(s, [folder])
+        print_tables(s, [folder] * (not again))
     return True
-
-
-def sweep_state(s, corpus, folder):
-    """Of a run in the folder of a sweep: "new", "begun" or "complete". Raises InputError if it holds a run of other settings."""
-    if not holds_run(folder):
-        return "new"
-    header = report.read_log(folder)[0]
-    check_settings(folder, header["settings"] | {"out": s.out}, dataclasses.asdict(s))
-    check_data(corpus, header["data"])
-    return "complete" if is_complete(folder, s.stop_at or s.steps) else "begun"
 
 
 def print_tables(s, folders):
     """What the logs of a sweep, or of one run in epochs, say together."""
-    if rank == 0 and (len(folders) > 1 or s.epochs):
+    if rank == 0 and (len(folders) > 1 or (folders and s.epochs)):
         with extra("table"):
             logs = [report.read_log(folder) for folder in folders]
             print_rank0(report.training_report(logs)[0] if len(logs) > 1 else report.epochs_table(logs))
 
 
 def run(given, device):
-    if "resume" in given and resume(given, device):
+    """Goes on with a run, or begins one for each entry of the lists."""
+    if "resume" in given and go_on(given, device):
         return
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
@@ -747,7 +709,7 @@ def run(given, device):
     # What can be told before the first run is: a fault in the last of a sweep would come hours later.
     if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
         raise InputError("--model, --size and --seeds must not repeat an entry")
-    explicit, several = "out" in given, len(runs) > 1
+    explicit, several, base = "out" in given, len(runs) > 1, Path(given.get("out", "runs"))
     if "resume" in given and several:
         raise InputError("--resume goes on with one run, not with a list of them")
     broadcast_from_rank0(lambda: check_out(given, several))
@@ -755,30 +717,29 @@ def run(given, device):
     for s, corpus in zip(runs, corpora):
         set_epochs(s, corpus)
         try_step(s, corpus, device)
-    base = Path(given.get("out", "runs"))
     folders = [base / report.run_name(s.model, c.name, s.size, f"s{s.seeds}") for s, c in zip(runs, corpora)]
-    if explicit and not several:
-        folders = [base]
-    states = ["new"] * len(runs)
+    exist = broadcast_from_rank0(lambda: [f.exists() for f in folders])
+    jobs = []  # of a sweep that may have begun: flags that begin each of its runs, or go on with it
     if explicit and several:
-        known = broadcast_from_rank0(lambda: not base.exists() or not any(base.iterdir()) or any(f.exists() for f in folders))
-        if not known:
+        if not any(exist) and broadcast_from_rank0(lambda: base.exists() and any(base.iterdir())):
             raise InputError(f"--out {base} exists, and holds no run of this sweep: name another folder")
-        states = [sweep_state(*job) for job in zip(runs, corpora, folders)]
-    fresh = broadcast_from_rank0(lambda: not any(f.exists() for f in folders))
-    for i, (s, corpus, state) in enumerate(zip(runs, corpora, states)):
-        if state == "complete":
-            print_rank0(f"{folders[i]} is complete already")
-        elif state == "begun":
-            resume({k: v for k, v in given.items() if k in MAY_CHANGE} | {"resume": str(folders[i])}, device, "the same command")
-        else:
+        for s, folder in zip(runs, folders):
+            course = {k: v for k, v in dataclasses.asdict(s).items() if k in given or k not in MAY_CHANGE}
+            jobs.append(course | {"out": str(folder), "resume": str(folder)})
             with contextlib.ExitStack() as stack:
-                make = partial(begin_folder, folders[i], explicit, stack)
-                folders[i] = Path(broadcast_from_rank0(make))
+                if checkpoint := find_checkpoint(jobs[-1], stack):
+                    resume_settings(jobs[-1], checkpoint)
+    elif explicit:
+        folders = [base]
+    for i, (s, corpus) in enumerate(zip(runs, corpora)):
+        if jobs and go_on(jobs[i], device, "the same command"):
+            continue
+        with contextlib.ExitStack() as stack:
+            folders[i] = broadcast_from_rank0(partial(begin_folder, folders[i], explicit, stack))
+            again = "the same command" + f" and --out {base}" * (not jobs)
+            if not several or (any(exist) and not jobs):  # the name of the folder does not say what it belongs to
                 again = f"python train.py --resume {folders[i]}"
-                if several and (explicit or fresh):  # else the names of the runs do not say that they belong together
-                    again = "the same command" + f" and --out {base}" * (not explicit)
-                train(s, corpus, device, folders[i], again)
+            train(s, corpus, device, folders[i], again)
     print_tables(s, folders)
 
 
