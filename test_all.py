@@ -6603,6 +6603,8 @@ def test_readme_commands_are_what_ci_runs():
     assert "pip install -r requirements.txt && python train.py\n" in README
     assert "pip install -r requirements.txt && pytest -q\n" in README
     assert "pip install -r requirements.txt && pytest -q\n" in (ROOT / ".ci/run").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    exec(code, {})
 
 
 def test_flags_exist(program):
