@@ -6556,7 +6556,7 @@ def test_bench_runs_the_part_of_its_device(program, monkeypatch):
 
 PAGES = ("README.md", "PAPERS.md", "results/README.md")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
-README, PAPERS, FINDINGS = TEXTS.values()
+README, _, FINDINGS = TEXTS.values()
 TABLES = {str(t.parent.relative_to(ROOT)): t.read_text(encoding="utf-8") for t in ROOT.glob("results/**/tables.md")}
 
 
@@ -6577,10 +6577,8 @@ def test_pages_name_what_exists(page):
         found = sys.modules[__name__] if module == "test_all" else importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    for name in re.findall(r"`(test_\w+)`", TEXTS[page]):
-        assert name in globals()
-    for name in re.findall(r"(?:python |\[`|`)(\w+\.py)\b", TEXTS[page]):
-        assert (ROOT / name).exists(), name
+    assert set(re.findall(r"`(test_\w+)`", TEXTS[page])) <= set(globals())
+    assert all((ROOT / name).exists() for name in re.findall(r"(?:python |`)(\w+\.py)\b", TEXTS[page]))
     for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
         path, _, anchor = link.partition("#")
         if link.startswith("https://"):
