@@ -27,7 +27,7 @@ signs of Mamba's A and the one layer of complex-rnn, are ours.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,36 @@ from torch import nn
 
 from kernels import complex_scan
 
-VOCAB = 3  # two symbols, and the third that the paper's parameter counts imply
 WIDTH = 32  # real units of every model's residual stream, and of the head
 EMBED = 16  # CSP section 3.1, embed_dim; complex ones in CSP itself
 DROPOUT = 0.1  # CSP appendix E.3, at the head
 EPS = 1e-9  # CSP appendix E.2, of the modulus; we take it for Algorithm 2, line 16, as well, which gives none
+
+
+def choice(*known):
+    """A setting that is one of `known`: the first, if it is left out."""
+    return field(default=known[0], metadata={"known": known})
+
+
+@dataclass
+class Config:
+    """The settings that all six models have. Every number is at least 1."""
+
+    classes: int = 2
+    V: int = 3  # symbols: two, and the third that the paper's parameter counts imply
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, known = getattr(self, f.name), f.metadata.get("known")
+            if known and value not in known:
+                raise ValueError(f"unknown {f.name} {value!r}; known: {', '.join(known)}")
+            if f.type is int and value < 1:
+                raise ValueError(f"{f.name} must be at least 1")
+
+
+def at_least_float32(x):
+    """Gates, angles, states and maps are computed so, whatever the weights' dtype, and under autocast; float64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Linear(nn.Module):
@@ -53,22 +78,24 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(1, 1, n_out).uniform_(-bound, bound)) if bias else None
 
     def forward(self, x):
-        flat = x.flatten(1, -2)
-        y = flat @ self.weight if self.bias is None else torch.baddbmm(self.bias, flat, self.weight)
-        return y.view(*x.shape[:-1], -1)
+        flat, weight = x.flatten(1, -2), at_least_float32(self.weight)
+        y = flat @ weight if self.bias is None else torch.baddbmm(at_least_float32(self.bias), flat, weight)
+        return at_least_float32(y).view(*x.shape[:-1], -1)
 
 
 class Embedding(nn.Module):
-    """idx (S, B, T) -> (S, B, T, width)."""
+    """idx (S, B, T), symbols below V -> (S, B, T, width). Raises ValueError if B or T is 0, for all six models."""
 
-    def __init__(self, width):
+    def __init__(self, V, width):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, VOCAB, width))
+        self.weight = nn.Parameter(torch.randn(1, V, width))
 
     def forward(self, idx):
-        S, _, width = self.weight.shape
-        rows = idx + VOCAB * torch.arange(S, device=idx.device).view(S, 1, 1)
-        return F.embedding(rows, self.weight.view(S * VOCAB, width))
+        if not idx.numel():
+            raise ValueError(f"idx {tuple(idx.shape)} holds no symbols: it is (seeds, batch, time), each at least 1")
+        S, V, _ = self.weight.shape
+        rows = idx + V * torch.arange(S, device=idx.device).view(S, 1, 1)
+        return at_least_float32(F.embedding(rows, self.weight.flatten(0, 1)))
 
 
 class Head(nn.Module):
@@ -102,30 +129,18 @@ def stack_seeds(model_class, config, seeds):
 
 
 @dataclass
-class CSPConfig:
-    classes: int = 2
+class CSPConfig(Config):
     layers: int = 3
     d: int = 16  # complex width: 32 real units, which fit the paper's 4,779 parameters (its text says 64)
-    carry: str = "normalised"  # normalised (Algorithm 1) | linear (Algorithm 2)
-    scan: str = "sequential"  # of the linear carry: sequential | segment | associative, all equal | printed, see `scan`
-    skip: str = "input"  # input: g z_t (eq. 9, Algorithm 2) | prev: g h_{t-1} (Algorithm 1, line 17)
-    theta: str = "cumulative"  # cumulative (both algorithms) | step (eq. 10) | frozen (0) | channel (section 4.2)
-    gate: str = "sine"  # sine (eq. 16) | sigmoid, which section 2.2 says fails
-    gate_init: str = "default"  # default | peak | slope, see CSPBlock
+    carry: str = choice("normalised", "linear")  # Algorithm 1 | Algorithm 2
+    scan: str = choice("sequential", "segment", "associative", "printed")  # of the linear carry, see `scan`
+    skip: str = choice("input", "prev")  # g z_t (eq. 9, Algorithm 2) | g h_{t-1} (Algorithm 1, line 17)
+    theta: str = choice("cumulative", "step", "frozen", "channel")  # both algorithms | eq. 10 | 0 | section 4.2
+    gate: str = choice("sine", "sigmoid")  # eq. 16 | which section 2.2 says fails
+    gate_init: str = choice("default", "peak", "slope")  # see CSPBlock
 
     def __post_init__(self):
-        for name, known in {
-            "carry": ("normalised", "linear"),
-            "scan": ("sequential", "segment", "associative", "printed"),
-            "skip": ("input", "prev"),
-            "theta": ("cumulative", "step", "frozen", "channel"),
-            "gate": ("sine", "sigmoid"),
-            "gate_init": ("default", "peak", "slope"),
-        }.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
-        if min(self.classes, self.layers, self.d) < 1:
-            raise ValueError("classes, layers and d must be at least 1")
+        super().__post_init__()
         if self.carry == "normalised" and self.scan != "sequential":
             raise ValueError(f"scan={self.scan} needs carry=linear: the normalised carry is not a linear recurrence")
         if self.carry == "linear" and self.skip == "prev":
@@ -255,23 +270,21 @@ class CSPBlock(nn.Module):
         cfg = self.config
         theta = self.angle(z)
         if cfg.theta != "step":
-            theta = theta.cumsum(2)  # line 6
+            theta = theta.cumsum(2)  # Algorithm 1, line 6, and Algorithm 2, line 4; eq. 10 has the angle of one step
         b = self.B(rotate(z, theta).flatten(3))  # eqs. 11-12
-        eta = self.W_gamma(b)  # eq. 15
+        eta = self.W_gamma(b)  # eq. 15 and both algorithms; eq. 7 has z_t in the place of b_t
         gamma = (1 + eta.sin()) / 2 if cfg.gate == "sine" else eta.sigmoid()  # eq. 16
-        c = gamma * b
-        g = self.g.sigmoid()  # Algorithm 2, line 18; Algorithm 1, line 17 has no sigmoid
+        c = gamma * b  # Algorithm 2, line 10; eqs. 24-27 then multiply c by gamma once more
+        g = at_least_float32(self.g).sigmoid()  # Algorithm 2, line 18; Algorithm 1, line 17 has a raw g
         if cfg.carry == "linear":
             delta = F.softplus(self.W_delta(c))  # Algorithm 2, line 12: from c, where eq. 13 has b
             h = scan(delta, c, cfg.scan).view_as(z)
             return normalise(g * z + F.silu(h))  # lines 19-20
         alpha = torch.exp(-F.softplus(self.W_delta(b)))  # eqs. 13-14
         alpha, c = (x.movedim(2, 0).contiguous() for x in (alpha.unsqueeze(-1), c.view_as(z)))
-        if cfg.skip == "input":
-            o = NormalisedScan.apply(alpha, c, (g * z).movedim(2, 0).contiguous(), None)
-        else:
-            o = NormalisedScan.apply(alpha, c, torch.zeros_like(c), g.squeeze(1))
-        return o.movedim(0, 2)
+        if cfg.skip == "prev":
+            return NormalisedScan.apply(alpha, c, torch.zeros_like(c), g.squeeze(1)).movedim(0, 2)
+        return NormalisedScan.apply(alpha, c, (g * z).movedim(2, 0).contiguous(), None).movedim(0, 2)
 
 
 class CSPVanilla(nn.Module):
@@ -280,7 +293,7 @@ class CSPVanilla(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.embedding = Embedding(2 * config.d)
+        self.embedding = Embedding(config.V, 2 * config.d)
         self.blocks = nn.ModuleList([CSPBlock(config) for _ in range(config.layers)])
         self.head = Head(2 * config.d, config.classes)
 
@@ -293,8 +306,8 @@ class CSPVanilla(nn.Module):
 
 @dataclass
 class CSPFastConfig(CSPConfig):
-    carry: str = "linear"
-    scan: str = "associative"
+    carry: str = choice("linear", "normalised")
+    scan: str = choice("associative", "sequential", "segment", "printed")
 
 
 class CSPFast(CSPVanilla):
@@ -306,13 +319,8 @@ class CSPFast(CSPVanilla):
 
 
 @dataclass
-class RNNConfig:
-    classes: int = 2
+class RNNConfig(Config):
     hidden: int = 32  # real units, or complex ones
-
-    def __post_init__(self):
-        if min(self.classes, self.hidden) < 1:
-            raise ValueError("classes and hidden must be at least 1")
 
 
 class RNN(nn.Module):
@@ -322,29 +330,30 @@ class RNN(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.embedding = Embedding(EMBED)
+        self.embedding = Embedding(config.V, EMBED)
         self.W, self.U = Linear(EMBED, config.hidden), Linear(config.hidden, config.hidden)
         self.head = Head(config.hidden, config.classes)
 
     def forward(self, idx, generators=None):
         x = self.W(self.embedding(idx)) + self.U.bias.unsqueeze(1)
-        h, states = torch.zeros_like(x[:, :, 0]), []
+        U, h, states = at_least_float32(self.U.weight), torch.zeros_like(x[:, :, 0]), []
         for x_t in x.unbind(2):
-            h = torch.baddbmm(x_t, h, self.U.weight).tanh()
+            h = at_least_float32(torch.baddbmm(x_t, h, U)).tanh()
             states.append(h)
         return self.head(torch.stack(states, 2), generators)
 
 
 class ComplexRNN(nn.Module):
     """h_t = (1 - u_t) e^{i phi_t} h_{t-1} + u_t tanh(W x_t + U h_{t-1}) with phi_t = W_phi x_t and
-    u_t = sigmoid(W_u x_t + U_u h_{t-1}) per channel. Section 3.1 gives no equation: "per-channel rotation and gated nonlinear state update"."""
+    u_t = sigmoid(W_u x_t + U_u h_{t-1}) per channel. Section 3.1 gives no equation, only "per-channel rotation and gated
+    nonlinear state update"."""
 
     Config = RNNConfig
 
     def __init__(self, config):
         super().__init__()
         d = config.hidden
-        self.embedding = Embedding(EMBED)
+        self.embedding = Embedding(config.V, EMBED)
         self.W, self.W_phi = Linear(EMBED, 2 * d), Linear(EMBED, d)
         self.U = Linear(2 * d, 2 * d)
         self.W_u, self.U_u = Linear(EMBED, d), Linear(2 * d, d, bias=False)
@@ -356,10 +365,10 @@ class ComplexRNN(nn.Module):
         phi = self.W_phi(x)  # (S, B, T, d)
         cos, sin = phi.cos(), phi.sin()
         inputs = torch.cat((self.W(x) + self.U.bias.unsqueeze(1), self.W_u(x)), -1)  # (S, B, T, 3d)
-        U = torch.cat((self.U.weight, self.U_u.weight), -1)
+        U = at_least_float32(torch.cat((self.U.weight, self.U_u.weight), -1))
         h, states = x.new_zeros(*x.shape[:2], 2 * d), []
         for input_t, cos_t, sin_t in zip(inputs.unbind(2), cos.unbind(2), sin.unbind(2)):
-            candidate, u = torch.baddbmm(input_t, h, U).split((2 * d, d), -1)
+            candidate, u = at_least_float32(torch.baddbmm(input_t, h, U)).split((2 * d, d), -1)
             re, im = h.split(d, -1)
             turned = torch.cat((cos_t * re - sin_t * im, sin_t * re + cos_t * im), -1)
             h = torch.lerp(turned, candidate.tanh(), u.sigmoid().repeat(1, 1, 2))
@@ -368,38 +377,32 @@ class ComplexRNN(nn.Module):
 
 
 @dataclass
-class SignedMambaConfig:
-    classes: int = 2
+class SignedMambaConfig(Config):
     layers: int = 3
     E: int = 32
     N: int = 16
     dt_rank: int = 4
-    transition: str = "fixed"  # fixed: tanh(dt A), each state's sign its own | input: tanh(W_a x), the input's choice
-
-    def __post_init__(self):
-        if self.transition not in ("fixed", "input"):
-            raise ValueError(f"unknown transition {self.transition!r}; known: fixed, input")
-        if min(self.classes, self.layers, self.E, self.N, self.dt_rank) < 1:
-            raise ValueError("classes, layers, E, N and dt_rank must be at least 1")
+    transition: str = choice("fixed", "input")  # tanh(dt A), each state's sign its own | tanh(W_a x), the input's choice
 
 
 class SignedScan(torch.autograd.Function):
     """h_t = tanh(r_t A) h_{t-1} + x_t B_t, y_t = C_t . h_t, with h_0 = 0: one pass over time in either direction.
 
-    tanh(v) is computed as 2 sigmoid(2v) - 1, which PyTorch evaluates six times as fast on a CPU.
     Args: r, x (S, K, T, E); A (S, E, N) or (S, E, 1); B, C (S, K, T, N). Returns: y (S, K, T, E).
     """
 
     @staticmethod
+    def transition(r_t, A, out):
+        """tanh(r_t A) as 2 sigmoid(2 r_t A) - 1, which PyTorch evaluates six times as fast on a CPU."""
+        return torch.mul(r_t.unsqueeze(-1), 2 * A.unsqueeze(1), out=out).sigmoid_().mul_(2).sub_(1)
+
+    @staticmethod
     def forward(ctx, r, A, x, B, C):
         S, K, T, E = x.shape
-        h = x.new_empty(T + 1, S, K, E, B.shape[-1])
-        h[0] = 0
+        h, y = x.new_zeros(T + 1, S, K, E, B.shape[-1]), torch.empty_like(x)
         a = x.new_empty(S, K, E, A.shape[-1])
-        y = torch.empty_like(x)
         for t in range(T):
-            torch.mul(r[:, :, t].unsqueeze(-1), 2 * A.unsqueeze(1), out=a)
-            a.sigmoid_().mul_(2).sub_(1)
+            SignedScan.transition(r[:, :, t], A, out=a)
             torch.mul(a, h[t], out=h[t + 1]).addcmul_(x[:, :, t].unsqueeze(-1), B[:, :, t].unsqueeze(-2))
             y[:, :, t] = (h[t + 1] @ C[:, :, t].unsqueeze(-1)).squeeze(-1)
         ctx.save_for_backward(r, A, x, B, C, h)
@@ -412,19 +415,18 @@ class SignedScan(torch.autograd.Function):
         d_h, d_A = torch.zeros_like(h[0]), torch.zeros_like(h[0][..., : A.shape[-1]])
         a, product = torch.empty_like(d_A), torch.empty_like(h[0])
         for t in reversed(range(grad.shape[2])):
-            grad_t, x_t, r_t = grad[:, :, t], x[:, :, t], r[:, :, t].unsqueeze(-1)
+            grad_t, x_t, r_t = grad[:, :, t], x[:, :, t], r[:, :, t]
             d_C[:, :, t] = (grad_t.unsqueeze(-2) @ h[t + 1]).squeeze(-2)
             d_h.addcmul_(grad_t.unsqueeze(-1), C[:, :, t].unsqueeze(-2))
             d_x[:, :, t] = (d_h @ B[:, :, t].unsqueeze(-1)).squeeze(-1)
             d_B[:, :, t] = (x_t.unsqueeze(-2) @ d_h).squeeze(-2)
-            torch.mul(r_t, 2 * A.unsqueeze(1), out=a)
-            a.sigmoid_().mul_(2).sub_(1)
+            SignedScan.transition(r_t, A, out=a)
             d_a = torch.mul(d_h, h[t], out=product)
             if A.shape[-1] == 1:
                 d_a = d_a.sum(-1, keepdim=True)
             d_h.mul_(a)  # now the gradient that reaches h_{t-1}
             d_tanh = d_a.mul_(a.square_().neg_().add_(1))
-            d_A.addcmul_(d_tanh, r_t)
+            d_A.addcmul_(d_tanh, r_t.unsqueeze(-1))
             d_r[:, :, t] = d_tanh.mul_(A.unsqueeze(1)).sum(-1)
         return d_r, d_A.sum(1), d_x, d_B, d_C
 
@@ -460,10 +462,9 @@ class SignedMambaBlock(nn.Module):
         u = F.silu(u)
         r, B, C = self.x_proj(u).split((cfg.dt_rank, cfg.N, cfg.N), -1)
         dt = F.softplus(self.dt_proj(r))
-        if cfg.transition == "fixed":
-            y = SignedScan.apply(dt, self.A, dt * u, B, C)
-        else:
-            y = SignedScan.apply(self.W_a(u), u.new_ones(len(u), cfg.E, 1), dt * u, B, C)
+        fixed = cfg.transition == "fixed"
+        rate, A = (dt, self.A) if fixed else (self.W_a(u), u.new_ones(len(u), cfg.E, 1))
+        y = SignedScan.apply(rate, A, dt * u, B, C)
         return x + self.out_proj((y + self.D * u) * F.silu(gate))
 
 
@@ -472,7 +473,7 @@ class SignedMamba(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.embedding, self.widen = Embedding(EMBED), Linear(EMBED, WIDTH)
+        self.embedding, self.widen = Embedding(config.V, EMBED), Linear(EMBED, WIDTH)
         self.blocks = nn.ModuleList([SignedMambaBlock(config) for _ in range(config.layers)])
         self.norm = nn.Parameter(torch.ones(1, 1, 1, WIDTH))
         self.head = Head(WIDTH, config.classes)
@@ -485,14 +486,14 @@ class SignedMamba(nn.Module):
 
 
 @dataclass
-class DecoderConfig:
-    classes: int = 2
+class DecoderConfig(Config):
     layers: int = 3
     heads: int = 4
 
     def __post_init__(self):
-        if min(self.classes, self.layers, self.heads) < 1 or WIDTH % self.heads:
-            raise ValueError(f"classes and layers must be at least 1, heads a divisor of {WIDTH}")
+        super().__post_init__()
+        if WIDTH % self.heads:
+            raise ValueError(f"heads must be a divisor of {WIDTH}")
 
 
 class LayerNorm(nn.Module):
@@ -527,15 +528,16 @@ class Decoder(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.embedding, self.widen = Embedding(EMBED), Linear(EMBED, WIDTH)
+        self.embedding, self.widen = Embedding(config.V, EMBED), Linear(EMBED, WIDTH)
         self.blocks = nn.ModuleList([DecoderBlock(config) for _ in range(config.layers)])
         self.norm = LayerNorm()
         self.head = Head(WIDTH, config.classes)
 
     def forward(self, idx, generators=None):
-        frequency = 10000 ** (-torch.arange(0, WIDTH, 2, device=idx.device) / WIDTH)
-        angle = torch.arange(idx.shape[2], device=idx.device).unsqueeze(1) * frequency
-        x = self.widen(self.embedding(idx)) + torch.cat((angle.sin(), angle.cos()), -1)
+        x = self.widen(self.embedding(idx))
+        frequency = 10000 ** (-torch.arange(0, WIDTH, 2, device=x.device, dtype=x.dtype) / WIDTH)
+        angle = torch.arange(idx.shape[2], device=x.device).unsqueeze(1) * frequency
+        x = x + torch.cat((angle.sin(), angle.cos()), -1)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x), generators)

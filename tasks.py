@@ -136,7 +136,7 @@ def build(spec, classes, seeds):
         return csp.stack_seeds(csp.MODELS[name], config, seeds)
     given = {pair.partition("=")[0] for pair in pairs}
     pairs += [f"{key}={value}" for key, value in (("D", csp.WIDTH), ("L", 3)) if key not in given]
-    model_class, config = sample.parse_spec(":".join([name, *pairs]), "tiny", max(csp.VOCAB, classes))
+    model_class, config = sample.parse_spec(":".join([name, *pairs]), "tiny", max(3, classes))
     torch.manual_seed(seeds[0])
     return LanguageModel(model_class(config), classes)
 
