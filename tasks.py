@@ -1,22 +1,25 @@
-"""Three tasks with a discrete state: train on short sequences, test on longer ones.
+"""Tasks with a discrete state: train on short sequences, test on longer ones.
 
     python tasks.py --task mod3                                     CSP-Vanilla, 40 epochs: a minute or two
     python tasks.py --task parity --model csp-fast,rnn,hmamba --seeds 1-3
     python tasks.py --task all --model all --seeds 42-46 --epochs 300     the paper's tables 1-5
 
 Paper: "State Propagation Also Satisfies: A Complex-Valued State-Space Model for Deterministic State Tracking" (CSP),
-section 3 and appendix A. Every position is scored: the target at t is a function of the symbols up to t.
+section 3 and appendix A. The target at t is a function of the symbols up to t; every position is scored.
 
 parity       bits, fair and independent; their sum mod 2. mod3, mod5, ...: mod any other number from 2 to 99
 dyck1        brackets; 1 as long as the prefix can be completed, 0 from the first bracket too many. Half of the sequences
              are drawn among those that stay valid to the end, half freely: 65 % of the targets are 1 at length 16, 58 % at
              64. The paper says "balanced" and no more
 dyck1-iid    all drawn freely: 29 % and 17 %
-An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the mean over positions and 1,000 sequences.
+s3           not in the paper: six symbols, the permutations of three things; the target is their product so far, the
+             latest applied last. The order matters, where sums do not ask for one
+A new task is a function and an entry of TASKS. An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the mean over positions and 1,000 sequences.
 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
 repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). Settings as in train.py:
-csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped.
+csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped. One
+command at a time works in a folder.
 """
 
 import json
@@ -26,8 +29,10 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +51,7 @@ STEPS = 78  # full batches in 5,000 samples, CSP section 3.1
 CLIP, L2 = 1.0, 1e-7  # CSP section 3.1; appendix E.3 says 1e-4
 EVAL_SAMPLES, WATCH_SAMPLES = 1000, 256  # at the end; while training
 EVAL_SYMBOLS = 16384  # in a pass of the evaluation
-LONGEST = {"dyck1": 4096}  # its table of chances has length^2 entries
+LONGEST = 65536  # symbols of a sequence
 
 
 @dataclass
@@ -67,15 +72,13 @@ class Settings:
 # Tasks
 
 
-def num_classes(task):
-    """Classes of a task. Raises InputError if there is no such task."""
-    if task in ("parity", "dyck1", "dyck1-iid"):
-        return 2
-    if re.fullmatch(r"mod([2-9]|[1-9]\d)", task):
-        return int(task[3:])
-    raise InputError(
-        f"unknown task {task!r}; known: parity, mod2 ... mod99, dyck1, dyck1-iid, and all for the paper's three"
-    )
+@dataclass
+class Task:
+    symbols: int  # 0 ... symbols - 1
+    classes: int
+    draw: Callable  # (numpy RandomState, n, length) -> symbols and targets, (n, length) int64 each
+    scored: slice = slice(None)  # the positions that count, in training and in accuracies
+    longest: int = LONGEST
 
 
 @lru_cache(maxsize=16)
@@ -92,14 +95,14 @@ def chance_to_open(length):
     return p
 
 
-def make_batch(task, n, length, stream):
-    """n sequences and their targets, (n, length) int64 each. `stream` is a tuple of integers that seeds them: numpy has
-    frozen what RandomState draws, so that a run has the same data everywhere."""
-    rng = np.random.RandomState(stream)
+def draw_count(rng, n, length, modulus):
     x = rng.randint(0, 2, (n, length))
-    if not task.startswith("dyck1"):
-        return x, x.cumsum(1) % num_classes(task)
-    if task == "dyck1":
+    return x, x.cumsum(1) % modulus
+
+
+def draw_brackets(rng, n, length, balanced):
+    x = rng.randint(0, 2, (n, length))  # 0 opens, 1 closes
+    if balanced:
         p, draws, valid = chance_to_open(length), rng.random_sample((n, length)), rng.randint(0, 2, n) == 1
         depth = np.zeros(n, dtype=np.int64)
         for t in range(length):
@@ -107,6 +110,31 @@ def make_batch(task, n, length, stream):
             depth += np.where(opens, 1, -1)
             x[valid, t] = 1 - opens[valid]
     return x, (np.minimum.accumulate((1 - 2 * x).cumsum(1), 1) >= 0).astype(np.int64)
+
+
+def draw_permutations(rng, n, length):
+    group = list(permutations(range(3)))  # the first is the identity
+    product = np.array([[group.index(tuple(later[i] for i in earlier)) for earlier in group] for later in group])
+    x = rng.randint(0, 6, (n, length))
+    y, state = np.empty_like(x), 0
+    for t in range(length):
+        y[:, t] = state = product[x[:, t], state]
+    return x, y
+
+
+TASKS = {
+    "parity": Task(2, 2, partial(draw_count, modulus=2)),
+    **{f"mod{m}": Task(2, m, partial(draw_count, modulus=m)) for m in range(2, 100)},
+    "dyck1": Task(2, 2, partial(draw_brackets, balanced=True), longest=4096),  # chance_to_open has length^2 entries
+    "dyck1-iid": Task(2, 2, partial(draw_brackets, balanced=False)),
+    "s3": Task(6, 6, draw_permutations),
+}
+
+
+def make_batch(task, n, length, stream):
+    """n sequences of a task of TASKS and their targets, (n, length) int64 each. `stream` is a tuple of integers that seeds
+    them: numpy has frozen what RandomState draws, so that a run has the same data everywhere."""
+    return TASKS[task].draw(np.random.RandomState(stream), n, length)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -124,21 +152,31 @@ class LanguageModel(nn.Module):
         return self.model(idx[0])[0][None, ..., : self.classes]
 
 
-def build(spec, classes, seeds):
-    """The model of a spec for all seeds at once, or for the first alone if it is a language model."""
+def build(spec, task, seeds):
+    """The model of a spec for a task: for all seeds at once, or for the first alone if it is a language model."""
     name, *pairs = spec.split(":")
     if name not in csp.MODELS | sample.MODELS:
         raise InputError(
             f"unknown model {name!r}; known: {', '.join(csp.MODELS | sample.MODELS)}, and all for the paper's six"
         )
+    classes, V = TASKS[task].classes, max(csp.Config.V, TASKS[task].symbols)
     if name in csp.MODELS:
-        config = sample.configure(spec, csp.MODELS[name].Config(classes=classes))
+        config = sample.configure(spec, csp.MODELS[name].Config(classes=classes, V=V))
         return csp.stack_seeds(csp.MODELS[name], config, seeds)
     given = {pair.partition("=")[0] for pair in pairs}
     pairs += [f"{key}={value}" for key, value in (("D", csp.WIDTH), ("L", 3)) if key not in given]
-    model_class, config = sample.parse_spec(":".join([name, *pairs]), "tiny", max(3, classes))
+    model_class, config = sample.parse_spec(":".join([name, *pairs]), "tiny", max(V, classes))
     torch.manual_seed(seeds[0])
     return LanguageModel(model_class(config), classes)
+
+
+def check(spec, task, device):
+    """Raises InputError if the model cannot be built, or not be run as the environment variables ask."""
+    model = build(spec, task, [0]).to(device)
+    try:
+        model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
+    except ValueError as e:  # such as a backend that there is not
+        raise InputError(f"{spec}: {e}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,9 +227,10 @@ def update(model, optimizer, loss):
 
 
 def token_angles(model, task, seeds, device):
-    """What each CSP block has learnt to turn its state by at each symbol: the circular mean over the positions of 256
-    sequences, in radians, and the length of the mean vector (1: always the same angle). {} if it has no such angle."""
-    if not isinstance(model, csp.CSPVanilla) or model.config.theta not in ("cumulative", "step"):
+    """What each CSP block has learnt to turn its state by at each of two symbols: the circular mean over the positions of
+    256 sequences, in radians, and the length of the mean vector (1: always the same angle). {} if it has no such angle."""
+    has_angle = isinstance(model, csp.CSPVanilla) and model.config.theta in ("cumulative", "step")
+    if not has_angle or TASKS[task].symbols != 2:
         return {}
     x, _ = batches(task, seeds, WATCH_SAMPLES, 16, (0, 16), device)
     angles = []
@@ -203,21 +242,20 @@ def token_angles(model, task, seeds, device):
         model(x)
     for hook in hooks:
         hook.remove()
-    theta = []
-    for i in range(len(seeds)):
-        blocks = []
-        for angle in angles:
-            means = [torch.polar(torch.ones_like(angle[i]), angle[i])[x[i] == symbol].mean() for symbol in (0, 1)]
-            blocks.append([[round(float(m.angle()), 4), round(float(m.abs()), 4)] for m in means])
-        theta.append(blocks)
-    return {"theta": theta}
+
+    def direction(angle, chosen):
+        mean = torch.polar(torch.ones_like(angle), angle)[chosen].mean()
+        return [round(float(mean.angle()), 4), round(float(mean.abs()), 4)]
+
+    S = range(len(seeds))
+    return {"theta": [[[direction(a[i], x[i] == symbol) for symbol in (0, 1)] for a in angles] for i in S]}
 
 
 def train(s, seeds, device):
     """Trains `seeds` of one model on one task. Returns the events of each seed's log."""
-    classes = num_classes(s.task)
-    model = build(s.model, classes, seeds).to(device)
-    S, start = len(seeds), time.time()
+    classes, scored = TASKS[s.task].classes, TASKS[s.task].scored
+    model = build(s.model, s.task, seeds).to(device)
+    S, start = len(seeds), time.monotonic()
     optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=device.type != "mps")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]  # of the dropout
     x, y = batches(s.task, seeds, EVAL_SAMPLES, max(s.lengths), (0, max(s.lengths)), device)
@@ -232,7 +270,7 @@ def train(s, seeds, device):
         """`values` hold one entry for each seed, or one for all."""
         step = epoch * STEPS
         common = {"event": event, "step": step, "tokens": step * s.batch * s.train_length,
-                  "time_s": round(time.time() - start, 1), "epoch": epoch}  # fmt: skip
+                  "time_s": round(time.monotonic() - start, 1), "epoch": epoch}  # fmt: skip
         for i, log in enumerate(logs):
             log.append(common | {k: v[i] if isinstance(v, list) else v for k, v in values.items()})
 
@@ -246,7 +284,7 @@ def train(s, seeds, device):
             model.train()
             for step in range(STEPS):
                 x, y = batches(s.task, seeds, s.batch, s.train_length, (epoch, step), device)
-                logits = model(x, generators)
+                logits, y = model(x, generators)[:, :, scored], y[:, :, scored]
                 loss = F.cross_entropy(logits.flatten(0, 2), y.flatten(), reduction="none").view(S, -1).mean(1)
                 norm = update(model, optimizer, loss)
                 skipped += ~norm.isfinite().cpu()
@@ -254,7 +292,7 @@ def train(s, seeds, device):
                 bar.update()
             if epoch % log_every == 0 or epoch == s.epochs:
                 model.eval()
-                acc = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device).mean(1)
+                acc = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device)[:, scored].mean(1)
                 losses, norms = torch.stack(seen, 1).cpu()  # (steps, S)
                 rounded = {
                     "loss": losses.mean(0), "grad_norm": norms.mean(0), "grad_max": norms.amax(0), "acc": acc
@@ -266,7 +304,7 @@ def train(s, seeds, device):
     model.eval()
     for length in s.lengths:
         by_position = accuracy(model, s.task, seeds, EVAL_SAMPLES, length, device)
-        write("eval", s.epochs, length=length, acc=[round(v, 5) for v in by_position.mean(1).tolist()],
+        write("eval", s.epochs, length=length, acc=[round(v, 5) for v in by_position[:, scored].mean(1).tolist()],
               acc_by_pos=[[round(v, 3) for v in row] for row in by_position.tolist()])  # fmt: skip
     write("final", s.epochs, skipped=skipped.tolist(), **token_angles(model, s.task, seeds, device))
     return logs
@@ -297,8 +335,8 @@ def parse_lengths(text):
         lengths = sorted({int(v) for v in text.split(",")})
     except ValueError:
         raise InputError(f"--lengths {text!r} is no list of numbers, such as 16,32,64") from None
-    if lengths[0] < 1 or lengths[-1] > 65536:
-        raise InputError("--lengths must lie between 1 and 65536")
+    if lengths[0] < 1 or lengths[-1] > LONGEST:
+        raise InputError(f"--lengths must lie between 1 and {LONGEST}")
     return lengths
 
 
@@ -306,10 +344,11 @@ def run_folder(out, s):
     return out / report.run_name(s.model, s.task, f"s{s.seed}")
 
 
-def finished(folder, s):
-    """The log of a finished run in `folder`, or None. Raises InputError if it is damaged, or its settings were others."""
+def is_finished(out, s):
+    """Whether the folder `out` holds this run. Raises InputError if its log is damaged, or its settings were others."""
+    folder = run_folder(out, s)
     if not (folder / "log.jsonl").exists():
-        return None
+        return False
     try:
         events = report.check_task(report.read_log(folder), folder)
     except InputError as e:
@@ -320,20 +359,43 @@ def finished(folder, s):
         raise InputError(
             f"{folder} holds a run of other settings ({'; '.join(changed)}): give another --out, or remove it"
         )
-    return events if events[-1]["event"] == "final" else None
+    return events[-1]["event"] == "final"
 
 
-def save(folder, events):
-    """Writes the log of a finished run, whole or not at all."""
-    text = "".join(json.dumps(event) + "\n" for event in events).encode()
-    with data.explain(f"write {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        data.replace_file(folder / "log.jsonl", lambda f: f.write(text))
-
-
-def names(text, all_of):
+def split_names(text, all_of):
     """A comma-separated list; "all" in it stands for `all_of`."""
     return [name for part in text.split(",") for name in (all_of if part.strip() == "all" else [part.strip()])]
+
+
+def run_group(group, out, device):
+    """Trains runs that differ in their seeds alone, prints how they ended, and saves their logs, each whole or not at all."""
+    seeds = [s.seed for s in group]
+    trained = train(group[0], seeds, device)
+    mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in group[0].lengths}
+    skipped = sum(events[-1]["skipped"] for events in trained)
+    print(f"{group[0].model} on {group[0].task}, seeds {','.join(map(str, seeds))}: {trained[0][-1]['time_s']:.0f} s, "
+          f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
+          + f"; {skipped} steps skipped, as their gradients were not finite" * bool(skipped), flush=True)  # fmt: skip
+    for s, events in zip(group, trained):
+        folder, text = run_folder(out, s), "".join(json.dumps(event) + "\n" for event in events).encode()
+        with data.explain(f"write {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            data.replace_file(folder / "log.jsonl", lambda f, text=text: f.write(text))
+
+
+def finished_logs(out, protocol):
+    """The logs of all finished runs in the folder `out` that were trained under one protocol."""
+    logs = []
+    for path in sorted(out.glob("*/log.jsonl")):
+        try:
+            events = report.check_task(report.read_log(path), path)
+        except InputError as e:
+            data.note(f"note: {e}; it is left out")
+            continue
+        alike = events[-1]["event"] == "final" and report.protocol(events) == protocol
+        if alike and path.parent == run_folder(out, Settings(**events[0]["settings"])):  # not a copy
+            logs.append(events)
+    return logs
 
 
 def main():
@@ -350,57 +412,54 @@ def main():
     parser.add_argument("--out", help="folder for runs, tables and figures (default: runs/tasks-EPOCHS)")
     args = parser.parse_args()
     seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
-    models, tasks = names(args.model, csp.MODELS), names(args.task, report.PAPER_TASKS)
+    models, tasks = split_names(args.model, csp.MODELS), split_names(args.task, report.PAPER_TASKS)
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown:
+        known = ", ".join(task for task in TASKS if not task.startswith("mod"))
+        raise InputError(f"unknown task {unknown[0]!r}; known: {known}, mod2 ... mod99, and all for the paper's three")
     longest = max(args.train_length, *lengths)
     wrong = [
-        (os.environ.get("WORLD_SIZE", "1") != "1", "the tasks are trained by one process: start it without torchrun"),
         (args.epochs < 1, "--epochs must be at least 1"),
-        (not 1 <= args.train_length <= 65536, "--train_length must lie between 1 and 65536"),
+        (not 1 <= args.train_length <= LONGEST, f"--train_length must lie between 1 and {LONGEST}"),
         (args.batch < 1, "--batch must be at least 1"),
         (not 0 < args.lr < math.inf, "--lr must be above 0"),
         (len(set(models)) < len(models), "--model names a model twice"),
         (len(set(tasks)) < len(tasks), "--task names a task twice"),
     ]
-    wrong += [
-        (longest > LONGEST.get(task, longest), f"--task {task} takes lengths up to {LONGEST.get(task)}")
-        for task in tasks
-    ]
+    wrong += [(longest > TASKS[t].longest, f"--task {t} takes lengths up to {TASKS[t].longest}") for t in tasks]
     for is_wrong, message in wrong:
         if is_wrong:
             raise InputError(message)
     device = sample.pick_device(args.device)
+    out = Path(os.path.expanduser(args.out or f"runs/tasks-{args.epochs}"))
+    # What can be judged before the first run is: a fault of the last would come hours later.
     for task in tasks:
         for spec in models:
-            build(spec, num_classes(task), seeds[:1])  # before any work: is each spec right?
-    out = Path(args.out or f"runs/tasks-{args.epochs}")
-    with data.explain(f"write into {out}"):  # not to be found out after hours
+            check(spec, task, device)
+    groups = [
+        [Settings(spec, task, seed, args.epochs, args.train_length, lengths, args.batch, args.lr) for seed in seeds]
+        for task in tasks for spec in models
+    ]  # fmt: skip
+    with data.explain(f"write into {out}"):
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
-    for task in tasks:
-        for spec in models:
-            settings = [
-                Settings(spec, task, seed, args.epochs, args.train_length, lengths, args.batch, args.lr)
-                for seed in seeds
-            ]
-            todo = [s for s in settings if finished(run_folder(out, s), s) is None]
-            together = len(todo) if spec.split(":")[0] in csp.MODELS else 1
-            for i in range(0, len(todo), max(1, together)):
-                group = todo[i : i + together]
-                trained = train(group[0], [s.seed for s in group], device)
-                for s, events in zip(group, trained):
-                    save(run_folder(out, s), events)
-                mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in lengths}
-                skipped = sum(events[-1]["skipped"] for events in trained)
-                print(f"{spec} on {task}, seeds {','.join(str(s.seed) for s in group)}: {events[-1]['time_s']:.0f} s, "
-                      f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
-                      + f"; {skipped} steps skipped, as their gradients were not finite" * bool(skipped), flush=True)  # fmt: skip
-    # All that is finished here under the same protocol, so that tables and figures hold more than the last command's runs.
-    logs = [report.check_task(report.read_log(log), log) for log in sorted(out.glob("*/log.jsonl"))]
-    here = [log for log in logs if report.protocol(log) == report.protocol([{"settings": asdict(settings[0])}])]
-    text, paths = report.task_report([log for log in here if log[-1]["event"] == "final"], out)
-    # A quick run prints what matters: the first table of each task; the file has all.
-    print(text if len(here) <= 12 else text.split("### Every seed")[0].rstrip())
-    print(f"\nwrote {', '.join(map(str, paths))}")
+    with sample.hold(out):
+        missing = [[s for s in group if not is_finished(out, s)] for group in groups]
+        for group in filter(None, missing):
+            together = len(group) if group[0].model.split(":")[0] in csp.MODELS else 1
+            for i in range(0, len(group), together):
+                run_group(group[i : i + together], out, device)
+        # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
+        logs = finished_logs(out, report.protocol([{"settings": asdict(groups[0][0])}]))
+        text = report.task_tables(logs)
+        # A quick run prints what matters: the first table of each task; the file has all.
+        print(text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip())
+        try:
+            paths = report.task_report(logs, out)[1]
+        except Exception as e:  # noqa: BLE001  the runs are saved, and their table is printed
+            data.note(f"note: not all tables and figures are in {out} ({type(e).__name__}: {e})")
+        else:
+            print(f"\nwrote {', '.join(map(str, paths))}")
 
 
 if __name__ == "__main__":
