@@ -1,24 +1,21 @@
-"""Speed and memory of the models and their kernels, beside peers where they are installed, as Markdown tables and JSON.
+"""Speed of the models and their kernels, beside peers where they are installed, as Markdown tables and JSON.
 
     python bench.py                                     on a machine with CUDA the GPU part, under four minutes; else the CPU's
     python bench.py --sections train,scan --threads 2   two sections, with two threads
     python bench.py --device cpu                        the CPU part, a few minutes, on any machine
 
-CPU        params  parameters at every size             loss  untrained loss, to be compared with ln 256
-           train   a training step, beside peers        scan  the scans alone, against the copy bandwidth
-           born    Born attention's forms over lengths  step  one generated token, at two contexts
-           tasks   a step of the models of csp.py       phase   phase memory, beside a peer
-           memory  peak memory of what train and scan time
-           data    converting a corpus, hashing, importing data.py
+CPU        train   a training step of every model         scan   the scans alone, against the copy bandwidth
+           born    Born attention's forms over lengths    phase  phase memory
+           tasks   a step of the models of csp.py         step   one generated token, at two contexts
            start   python train.py: time to its first step, and what a step waits for data
 GPU        ceiling copy bandwidth and bf16 matrix rate, to which the other sections of the same run are compared
-           scan    the scans at the paper's shape            born   Born attention and SDPA flash over lengths
-           phase   phase memory, at the heads of PAM 100m    train  training steps at 253m, and the break-even of QS 9.3
+           scan    the scans at the paper's shape         born   Born attention and SDPA flash over lengths
+           phase   phase memory, at the heads of PAM 100m train  training steps at 253m, and the break-even of QS 9.3
            Every section has a deadline, and what a section leaves of its time goes to the next. A row that fails, hangs
            or comes too late says so in one line. Training is that of train.py: bf16 autocast, float32 parameters,
            activation checkpointing, and the largest micro-batch that fits among 256, 128, ...
-times      On the CPU candidates take turns in one process, in a new random order each round, so that the machine's drift and the
-           caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio. On a GPU
+times      On the CPU candidates take turns in one process, in a new random order each round, so that the machine's drift and
+           the caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio. On a GPU
            a time is the median of its own clock, with the caches flushed before each repetition.
 allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
            step. So on the CPU all is timed in a child process that keeps freed memory, and once more in a default one.
@@ -27,7 +24,6 @@ allocator  By default glibc hands large tensors back to the system after every u
 import argparse
 import gc
 import json
-import math
 import os
 import platform
 import random
@@ -35,7 +31,9 @@ import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from itertools import count, product
@@ -56,11 +54,8 @@ import data
 import kernels
 import tasks
 from data import InputError, Parser, command_line, explain
-from hmamba import HMamba, HMambaConfig, Mamba, MambaConfig
-from htransformer import HTransformer, HTransformerConfig, Transformer, TransformerConfig
 from report import provenance
 from sample import MODELS, PAM_SIZES, parse_spec, pick_device
-from train import CLIP, PEAK_FLOPS, PROTOCOLS, make_optimizer
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step
@@ -70,34 +65,33 @@ CONTEXTS = (128, 4096)  # tokens before the generated one
 HEADS, E, MICRO = 16, 2048, 256
 SECONDS = {"ceiling": 25, "scan": 40, "born": 30, "phase": 20, "train": 110}  # 225: starting takes a few more
 PAPER_STEPS = {"hmamba": 1 / 3, "htransformer": 1 / 2}  # QS 9: steps to a loss, divided by the real twin's
-START = (
-    "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
-)  # a fork of this process could not use CUDA
+START = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"  # after a fork CUDA could not be used
 FLUSH = 2**31  # bytes: far more than a cache, and half a millisecond or more
 progress = partial(tqdm, leave=False, disable=None)  # None: only on a terminal
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Candidates: each builds its case from a shape and returns what one repetition does
+# Cases: a function of a shape returns one repetition of its work, as a function without arguments
 
 
-def training_step(model, B, T, logits=lambda out: out):
+def training_step(model, B, T, loss=None):
+    """loss(model, inputs, targets); by default the cross-entropy of what the model returns first."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
     idx = torch.randint(V, (B, T + 1))
 
-    def once():
-        F.cross_entropy(logits(model(idx[:, :-1])).flatten(0, 1), idx[:, 1:].flatten()).backward()
+    def first_output(model, x, y):
+        return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+
+    def repetition():
+        (loss or first_output)(model, idx[:, :-1], idx[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return once
+    return repetition
 
 
-def train_mamba(B, T):  # mlp=0: without our SwiGLU branch it is the same model as the peers'
-    return training_step(Mamba(MambaConfig(V=V, D=D, L=L, N=N, mlp=0)), B, T, lambda out: out[0])
-
-
-def train_hmamba(B, T):
-    return training_step(HMamba(HMambaConfig(V=V, D=D, L=L, N=N)), B, T, lambda out: out[0])
+def train_ours(spec, B, T):
+    model_class, config = parse_spec(spec, "tiny", V)
+    return training_step(model_class(config), B, T)
 
 
 def train_mambapy(B, T):
@@ -106,7 +100,8 @@ def train_mambapy(B, T):
     sys.modules.setdefault("mambapy.mamba2", stub)
     from mambapy import lm
 
-    return training_step(lm.LM(lm.MambaConfig(d_model=D, n_layers=L, d_state=N, pscan=True), vocab_size=V), B, T)
+    model = lm.LM(lm.MambaConfig(d_model=D, n_layers=L, d_state=N, pscan=True), vocab_size=V)
+    return training_step(model, B, T, lambda model, x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
 
 
 def train_transformers(B, T):
@@ -115,33 +110,14 @@ def train_transformers(B, T):
     import transformers as hf
 
     sizes = {"vocab_size": V, "hidden_size": D, "num_hidden_layers": L, "state_size": N}
-    model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, use_cache=False, use_mambapy=True))
-    return training_step(model, B, T, lambda out: out.logits)
-
-
-def train_transformer(B, T):  # mlp=512 is nanoGPT's width
-    return training_step(Transformer(TransformerConfig(V=V, D=D, L=L, head=32, mlp=4 * D)), B, T, lambda out: out[0])
-
-
-def train_htransformer(B, T):
-    return training_step(HTransformer(HTransformerConfig(V=V, D=D, L=L, N=N)), B, T, lambda out: out[0])
+    return training_step(hf.MambaForCausalLM(hf.MambaConfig(**sizes, use_cache=False, use_mambapy=True)), B, T)
 
 
 def train_nanogpt(B, T):
-    try:
-        from model import GPT, GPTConfig
-    except ImportError:
-        return "not found (put the folder of nanoGPT on PYTHONPATH)"
+    from model import GPT, GPTConfig
+
     model = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=4, n_embd=D, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    idx = torch.randint(V, (B, T + 1))
-
-    def once():
-        model(idx[:, :-1], idx[:, 1:].contiguous())[1].backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return once
+    return training_step(model, B, T, lambda model, x, y: model(x, y.contiguous())[1])
 
 
 class Gradients:
@@ -165,11 +141,17 @@ class Gradients:
         return inputs + output + backward * (inputs + output + inputs)
 
 
+def moduli(*shape):
+    return torch.empty(*shape).uniform_(0.9, 1)
+
+
+def angles(*shape):
+    return torch.empty(*shape).uniform_(-3, 3)
+
+
 def scan_complex(B, C, T, backend=None):
-    modulus, theta = torch.empty(B, T, C).uniform_(0.9, 1), torch.empty(B, T, C).uniform_(-3, 3)
-    return Gradients(
-        lambda *x: kernels.complex_scan(*x, backend=backend)[0], modulus.log(), theta, torch.randn(B, T, C, 2)
-    )
+    scan = lambda *x: kernels.complex_scan(*x, backend=backend)[0]  # noqa: E731
+    return Gradients(scan, moduli(B, T, C).log(), angles(B, T, C), torch.randn(B, T, C, 2))
 
 
 def scan_cayley(B, T, H, N, dtype=torch.float32):
@@ -182,22 +164,17 @@ def scan_cayley(B, T, H, N, dtype=torch.float32):
 def scan_real(B, C, T, fla=False):
     if fla:
         from fla.ops.hgrn import chunk_hgrn
-    log_decay, b = torch.empty(B, T, C).uniform_(0.9, 1).log(), torch.randn(B, T, C)
-    return Gradients(lambda ld, b: (chunk_hgrn(b, ld) if fla else kernels.complex_scan(ld, None, b))[0], log_decay, b)
+    scan = (lambda ld, b: chunk_hgrn(b, ld)[0]) if fla else (lambda ld, b: kernels.complex_scan(ld, None, b)[0])
+    return Gradients(scan, moduli(B, T, C).log(), torch.randn(B, T, C))
 
 
-def scan_accelerated(B, C, T, triton=False):  # is given exp(log_decay + i theta), which complex_scan computes
-    scan = import_module(f"accelerated_scan.{'complex' if triton else 'ref'}").scan
-    a = torch.polar(torch.empty(B, C, T).uniform_(0.9, 1), torch.empty(B, C, T).uniform_(-3, 3))
-    return Gradients(scan, a, torch.randn(B, C, T, dtype=torch.complex64))
-
-
-def scan_accelerated_from_angles(B, C, T):  # the same work as complex_scan
-    from accelerated_scan.ref import scan
-
-    log_decay, theta = torch.empty(B, C, T).uniform_(0.9, 1).log(), torch.empty(B, C, T).uniform_(-3, 3)
-    b = torch.randn(B, C, T, dtype=torch.complex64)
-    return Gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), log_decay, theta, b)
+def scan_accelerated(B, C, T, module="ref", from_angles=False):
+    """accelerated_scan is given exp(log_decay + i theta); `from_angles` computes it too, as complex_scan does."""
+    scan = import_module(f"accelerated_scan.{module}").scan
+    modulus, theta, b = moduli(B, C, T), angles(B, C, T), torch.randn(B, C, T, dtype=torch.complex64)
+    if from_angles:
+        return Gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), modulus.log(), theta, b)
+    return Gradients(scan, torch.polar(modulus, theta), b)
 
 
 def scan_selective(B, T, E, N, backend=None):
@@ -206,28 +183,16 @@ def scan_selective(B, T, E, N, backend=None):
     return Gradients(lambda *x: kernels.selective_scan(*x, backend=backend)[0], *inputs)
 
 
-def attend(function, width, T):
-    """Sequences of T tokens one after another, TOKENS in all: equal times are equal times a token."""
-    once = Gradients(function, *(torch.randn(1, 2, T, *width) for _ in range(3)))
-    return lambda: [once() for _ in range(TOKENS // T)]
-
-
-def attend_born(method, T):
-    return attend(lambda *x: kernels.born_attention(*x, method=method)[0], (N, 2), T)
-
-
-def attend_softmax(T):
-    return attend(partial(F.scaled_dot_product_attention, is_causal=True), (64,), T)
-
-
-def attend_heads(B, T, method):
-    q, k, v = (torch.randn(B, HEADS, T, N, 2) for _ in range(3))  # float32, as H-Transformer hands them over
+def attend_born(B, H, T, method):
+    q, k, v = (torch.randn(B, H, T, N, 2) for _ in range(3))  # float32, as H-Transformer hands them over
     return Gradients(lambda *x: kernels.born_attention(*x, method=method)[0], q, k, v)
 
 
-def attend_flash(B, T):
-    attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(partial(F.scaled_dot_product_attention, is_causal=True))
-    return Gradients(attention, *(torch.randn(B, HEADS, T, 64, dtype=torch.bfloat16) for _ in range(3)))
+def attend_softmax(B, H, T, flash=False):
+    attention = partial(F.scaled_dot_product_attention, is_causal=True)
+    dtype = torch.bfloat16 if flash else torch.float32
+    attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(attention) if flash else attention
+    return Gradients(attention, *(torch.randn(B, H, T, 64, dtype=dtype) for _ in range(3)))
 
 
 def remember(B, T, H, D, real=False, backend=None):
@@ -236,26 +201,23 @@ def remember(B, T, H, D, real=False, backend=None):
     return Gradients(lambda *x: kernels.phase_memory(*x, real=real, backend=backend)[0], *inputs)
 
 
-def remember_fla(B, T, H, D):
-    try:
-        from naive import naive_chunk_simple_gla
-    except ImportError:
-        return "not found (put fla/ops/simple_gla of flash-linear-attention on PYTHONPATH; it needs einops)"
-    inputs = *(torch.randn(B, T, H, D) for _ in range(3)), -F.softplus(torch.randn(B, T, H) - 3)
+def remember_fla(B, T, H, D, dtype=None):
+    """Simple gated linear attention of flash-linear-attention: its chunked kernel, or without a dtype its PyTorch form."""
+    inputs = [torch.randn(B, T, H, D, dtype=dtype) for _ in range(3)]
+    inputs.append(-F.softplus(torch.randn(B, T, H) - 3))
+    if dtype:
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        return Gradients(lambda *x: chunk_simple_gla(*x, scale=1.0)[0], *inputs)
+    from naive import naive_chunk_simple_gla
+
     return Gradients(lambda *x: naive_chunk_simple_gla(*x)[0], *inputs)
 
 
-def remember_simple_gla(B, T, H, D, dtype):
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    inputs = *(torch.randn(B, T, H, D, dtype=dtype) for _ in range(3)), -F.softplus(torch.randn(B, T, H) - 3)
-    return Gradients(lambda *x: chunk_simple_gla(*x, scale=1.0)[0], *inputs)
-
-
-def remember_in_pieces(real, T):
+def in_pieces(make, T):
     """Sequences of T tokens one after another, TOKENS in all: equal times are equal times a token."""
-    once = remember(1, T, 2, 64, real)
-    return lambda: [once() for _ in range(TOKENS // T)]
+    repetition = make(T=T)
+    return lambda: [repetition() for _ in range(TOKENS // T)]
 
 
 def matmul(n):
@@ -277,39 +239,40 @@ def generate(name, context):
 def train_task(name):
     """Five seeds at once, and each step with its own data, as tasks.py trains."""
     seeds, steps = range(42, 47), count(1)
-    model = tasks.build(name, 2, seeds)
+    model = tasks.build(name, "parity", seeds)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def once():
+    def repetition():
         x, y = tasks.batches("parity", seeds, 64, 16, (1, next(steps)), "cpu")
         losses = F.cross_entropy(model(x, generators).flatten(0, 2), y.flatten(), reduction="none")
         tasks.update(model, optimizer, losses.view(len(seeds), -1).mean(1))
 
-    return once
+    return repetition
 
 
 COPY = "memory copy, 256 MB"
-MAMBAS = {
-    "nanoHilbert Mamba, mlp=0": train_mamba,
-    "nanoHilbert H-Mamba": train_hmamba,
+MAMBAS = {  # without our SwiGLU branch ours is the same model as the peers'
+    "nanoHilbert Mamba, mlp=0": partial(train_ours, f"mamba:D={D}:L={L}:N={N}:mlp=0"),
+    "nanoHilbert H-Mamba": partial(train_ours, f"hmamba:D={D}:L={L}:N={N}"),
     "mambapy, pscan": train_mambapy,
     "transformers, use_mambapy=True": train_transformers,
 }
 TRANSFORMERS = {
-    "nanoHilbert Transformer, mlp=512": train_transformer,
-    "nanoHilbert H-Transformer": train_htransformer,
+    "nanoHilbert Transformer, mlp=512": partial(train_ours, f"transformer:D={D}:L={L}:head=32:mlp=512"),
+    "nanoHilbert H-Transformer": partial(train_ours, f"htransformer:D={D}:L={L}:N={N}"),
     "nanoGPT": train_nanogpt,
 }
+MEMORIES = {"nanoHilbert PAM": partial(train_ours, "pam"), "nanoHilbert SAM": partial(train_ours, "sam")}
 BORN = {
-    "Born attention, quadratic": partial(attend_born, "quadratic"),
-    "Born attention, linear": partial(attend_born, "linear"),
-    "softmax, width 64 (scaled_dot_product_attention)": attend_softmax,
+    "Born attention, quadratic": partial(in_pieces, partial(attend_born, 1, 2, method="quadratic")),
+    "Born attention, linear": partial(in_pieces, partial(attend_born, 1, 2, method="linear")),
+    "softmax, width 64 (scaled_dot_product_attention)": partial(in_pieces, partial(attend_softmax, 1, 2)),
 }
 COMPLEX = {
     "nanoHilbert complex_scan": scan_complex,
     "accelerated_scan.ref.scan, complex64, a given": scan_accelerated,
-    "accelerated_scan.ref.scan, from log_decay and theta": scan_accelerated_from_angles,
+    "accelerated_scan.ref.scan, from log_decay and theta": partial(scan_accelerated, from_angles=True),
     "time loop, complex128": partial(scan_complex, backend="reference"),
     COPY: copy,
 }
@@ -324,35 +287,50 @@ PHASE = {
     "the same, the paper's O(T^2) form": partial(remember, backend="dual"),
     "fla naive_chunk_simple_gla, real": remember_fla,
 }
-LENGTHS = {"real (SAM)": partial(remember_in_pieces, True), "complex (PAM)": partial(remember_in_pieces, False)}
+LENGTHS = {
+    "real (SAM)": partial(in_pieces, partial(remember, 1, H=2, D=64, real=True)),
+    "complex (PAM)": partial(in_pieces, partial(remember, 1, H=2, D=64)),
+}
 STEPS = {f"{name} after {T} tokens": partial(generate, name, T) for name in MODELS for T in CONTEXTS}
+SIZES = f", V{V} D{D} L{L} N{N}: forward, backward, AdamW"
 CASES = {  # section: {title: (candidates; shape; float32 numbers that have to move, each of them once in both passes)}
     "train": {
-        **{f"training step, B{B} T{T}": (MAMBAS, (B, T), None) for B, T in ((2, 128), (16, 256))},
-        "Transformer training step, B2 T128": (TRANSFORMERS, (2, 128), None),
+        **{f"training step, B{B} T{T}{SIZES}": (MAMBAS, (B, T), None) for B, T in ((2, 128), (16, 256))},
+        f"Transformer training step, B2 T128{SIZES}": (TRANSFORMERS, (2, 128), None),
+        "PAM training step, B2 T128, size tiny: forward, backward, AdamW": (MEMORIES, (2, 128), None),
     },
     "scan": {
         # log_decay and theta are 1 number per element, b and h 2; each has a gradient
-        "complex_scan, B2 C256 T512": (COMPLEX, (2, 256, 512), 2 * (2 * 256 * 512) * (1 + 1 + 2 + 2)),
+        "complex_scan, B2 C256 T512: forward, backward": (COMPLEX, (2, 256, 512), 2 * (2 * 256 * 512) * (1 + 1 + 2 + 2)),
         # u, dt and y are E numbers per token, B and C N, together 800; and A
-        "selective_scan, B16 T256 E256 N16": (SELECTIVE, (16, 256, 256, 16), 2 * (16 * 256 * 800 + 256 * 16)),
+        "selective_scan, B16 T256 E256 N16: forward, backward": (
+            SELECTIVE, (16, 256, 256, 16), 2 * (16 * 256 * 800 + 256 * 16),
+        ),
     },
-    "born": {f"two heads, {TOKENS // T} times {T} tokens": (BORN, (T,), None) for T in (256, 1024, 2048, 4096, TOKENS)},
-    "tasks": {"task models, five seeds": ({name: partial(train_task, name) for name in csp.MODELS}, (), None)},
+    "born": {
+        f"two heads, {TOKENS // T} times {T} tokens, N{N}: forward, backward": (BORN, (T,), None)
+        for T in (256, 1024, 2048, 4096, TOKENS)
+    },
+    "tasks": {
+        "task models, five seeds of 64 sequences of length 16 together: data, forward, backward, clipping, Adam": (
+            {name: partial(train_task, name) for name in csp.MODELS}, (), None,
+        ),
+    },
     "phase": {
-        "phase memory, B2 T512 H4 D64": (PHASE, (2, 512, 4, 64), None),
+        "phase memory, B2 T512 H4 D64: forward, backward": (PHASE, (2, 512, 4, 64), None),
         **{
-            f"phase memory, H2 D64, {TOKENS // T} times {T} tokens": (LENGTHS, (T,), None) for T in (1024, 4096, TOKENS)
+            f"phase memory, H2 D64, {TOKENS // T} times {T} tokens: forward, backward": (LENGTHS, (T,), None)
+            for T in (1024, 4096, TOKENS)
         },
     },
     "step": {"one generated token, size tiny": (STEPS, (), None)},
-}
+}  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Measuring
+# The CPU part. A section yields tables as (title, columns, rows)
 
 
-def in_child(threads, function, *args, keep_memory=True):
+def in_child(threads, function, *args, keep_memory):
     """function(*args) in a fresh process: nothing else in its memory, and an allocator that is set before it starts."""
     for variable, value in KEEP_MEMORY.items():
         os.environ.pop(variable, None)
@@ -362,86 +340,36 @@ def in_child(threads, function, *args, keep_memory=True):
         return pool.submit(function, *args).result()
 
 
-def build(make, *shape):
-    """What one repetition does, or a line that says why there is none."""
-    torch.manual_seed(0)
-    try:
-        return make(*shape)
-    except ImportError as e:
-        return not_installed(e)
-
-
-def not_installed(e):
-    package = (e.name or str(e)).partition(".")[0].replace("_", "-")
-    return f"not installed (pip install {'flash-linear-attention' if package == 'fla' else package})"
+def reason(e):
+    """Why there is no measurement, in a line."""
+    if isinstance(e, ImportError):
+        package = (e.name or str(e)).partition(".")[0].replace("_", "-")
+        where = {"model": "nanoGPT", "naive": "fla/ops/simple_gla of flash-linear-attention"}.get(package)
+        if where:
+            return f"not found (put the folder {where} on PYTHONPATH)"
+        return f"not installed (pip install {'flash-linear-attention' if package == 'fla' else package})"
+    return f"failed: {' '.join(f'{type(e).__name__}: {e}'.split())[:160]}"
 
 
 def take_turns(section, title, repeats):
-    """name -> seconds of each round, or a line."""
+    """name -> seconds of each round, or why there are none."""
     candidates, shape, _ = CASES[section][title]
-    built = {name: build(make, *shape) for name, make in candidates.items()}
-    ready = [name for name, once in built.items() if callable(once)]
-    rng = random.Random(0)
+    found, ready, rng = {}, {}, random.Random(0)
+    for name, make in candidates.items():
+        torch.manual_seed(0)
+        try:
+            ready[name] = make(*shape)
+            ready[name]()
+        except Exception as e:  # noqa: BLE001  whatever it is, the others are timed
+            ready.pop(name, None)
+            found[name] = reason(e)
 
     def one_round():
-        return {name: timeit(built[name], number=1) for name in rng.sample(ready, len(ready))}
+        return {name: timeit(ready[name], number=1) for name in rng.sample(list(ready), len(ready))}
 
-    one_round()  # the first of two rounds to warm up
     enough = int(3 / sum(one_round().values()))  # short work is noisy: go on for three seconds, at most 100 rounds
     rounds = [one_round() for _ in progress(range(max(repeats, min(100, enough))), desc=title, unit="round")]
-    return built | {name: [seconds[name] for seconds in rounds] for name in ready}
-
-
-def peak():
-    """Peak resident memory of this process so far, in MB."""
-    # On Linux ru_maxrss starts from the peak of the parent process; VmHWM is this process's own.
-    if sys.platform == "linux" and (own := re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())):
-        return int(own[1]) / 1024
-    import resource  # Windows has none
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def added_memory(section, title, name):
-    """What two repetitions add to the peak of this process, or a line."""
-    candidates, shape, _ = CASES[section][title]
-    once = build(candidates[name], *(min(size, 16) for size in shape))
-    if not callable(once):
-        return once
-    once()  # the first use of a library loads it; a small shape keeps that apart
-    before = peak()
-    once = build(candidates[name], *shape)
-    once(), once()
-    return f"{peak() - before:.0f}"
-
-
-@torch.no_grad()
-def untrained_loss(name, size):
-    torch.manual_seed(0)
-    model, idx = MODELS[name](MODELS[name].SIZES[size]), torch.randint(V, (4, 257))
-    return model(idx[:, :-1], idx[:, 1:])[1].item()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sections: each yields tables as (title, columns, rows)
-
-
-def params(args):
-    rows = []
-    for size in dict.fromkeys(size for model in MODELS.values() for size in model.SIZES):
-        with torch.device("meta"):  # counts only: nothing is allocated
-            counts = [model(model.SIZES[size]).num_params()["total"] if size in model.SIZES else None
-                      for model in MODELS.values()]  # fmt: skip
-        pairs = [f"{100 * (twin / ours - 1):+.4f} %" if ours else "-" for ours, twin in zip(counts[::2], counts[1::2])]
-        rows.append((size, *(f"{count:,}" if count else "-" for count in counts), *pairs))
-    yield "parameters, vocabulary 256", ("size", *MODELS, "first pair", "second pair", "third pair"), rows
-
-
-def loss(args):
-    sizes = HMamba.SIZES if args.large else [size for size in HMamba.SIZES if size != "253m"]
-    jobs = [(name, size) for size in sizes for name in MODELS if size in MODELS[name].SIZES]
-    rows = [(*job, f"{in_child(args.threads, untrained_loss, *job):.3f}") for job in progress(jobs, unit="model")]
-    yield f"untrained loss on random bytes, nats per byte (ln {V} = {math.log(V):.3f})", ("model", "size", "loss"), rows
+    return {name: found.get(name) or [seconds[name] for seconds in rounds] for name in candidates}
 
 
 def timings(args, section):
@@ -462,45 +390,20 @@ def timings(args, section):
                 rate = roof if name == COPY else 4 * numbers / median(times)
                 row += [f"{rate / 1e9:.2f}", f"{100 * rate / roof:.0f} %"]
             rows.append(row)
-        what = {
-            "train": f", V{V} D{D} L{L} N{N}: forward, backward, AdamW",
-            "scan": ": forward, backward",
-            "born": f", N{N}: forward, backward",
-            "tasks": " of 64 sequences of length 16 together: data, forward, backward, clipping, Adam",
-            "phase": ": forward, backward",
-            "step": "",
-        }
         columns = ["candidate", "ms (min - max)", "time / first", "ms, default allocator", "time / first"]
-        yield title + what[section], columns + ["GB/s of necessary traffic", "of copy bandwidth"] * bool(numbers), rows
-
-
-def state_kb(state):
-    """kB of all tensors in a state."""
-    if isinstance(state, torch.Tensor):
-        return state.numel() * state.element_size() / 1000
-    return sum(map(state_kb, state)) if isinstance(state, (list, tuple)) else 0.0
-
-
-@torch.no_grad()
-def step(args):
-    yield from timings(args, "step")
-    rows = []
-    for name, model_class in MODELS.items():
-        model = model_class(model_class.SIZES["tiny"])
-        rows.append((name, *(f"{state_kb(model(torch.randint(V, (1, T)))[2]):.1f}" for T in CONTEXTS)))
-    yield "state of one sequence, size tiny, kB", ("model", *(f"after {T} tokens" for T in CONTEXTS)), rows
+        yield title, columns + ["GB/s of necessary traffic", "of copy bandwidth"] * bool(numbers), rows
 
 
 def start(args):
     batch, seq = 16, 256  # of size tiny
     corpus = data.load("stdlib", seq)  # so that preparing it, once for ever, is not timed
-    tokens = corpus.split("train")
+    tokens, first, speed = corpus.split("train"), None, None
     with TemporaryDirectory() as folder:
         log, begin = Path(folder) / "run/log.jsonl", perf_counter()
         command = [sys.executable, Path(__file__).with_name("train.py"), "--device", "cpu", "--out", log.parent]
-        env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}  # of torchrun
+        env["OMP_NUM_THREADS"] = str(args.threads)
         with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
-            first, speed = None, None
             while speed is None and process.poll() is None:
                 sleep(0.01)
                 lines = log.read_text().splitlines(keepends=True) if log.exists() else []
@@ -514,65 +417,13 @@ def start(args):
     def read(step):
         data.get_windows(tokens, seq, data.train_index(data.num_windows(tokens, seq), 1, step, batch))
 
-    waits = [timeit(partial(read, step), number=1) for step in range(100)]
-    share = median(waits) * speed / (batch * seq)
+    wait = median(timeit(partial(read, step), number=1) for step in range(100))
     rows = [
         ("from the command to the end of the first step", f"{first:.1f} s"),
         ("a step", f"{1e3 * batch * seq / speed:.0f} ms"),
-        ("of which waiting for data", f"{1e3 * median(waits):.2f} ms, {100 * share:.2f} %"),
+        ("of which waiting for data", f"{1e3 * wait:.2f} ms, {100 * wait * speed / (batch * seq):.2f} %"),
     ]
     yield "python train.py, size tiny, data stdlib once prepared, default allocator", ("what", "time"), rows
-
-
-def memory(args):
-    if sys.platform == "win32":
-        return print("memory: left out, as Windows does not tell Python the peak memory of a process", file=sys.stderr)
-    jobs = [(s, title, name) for s in ("train", "scan") for title in CASES[s] for name in CASES[s][title][0]]
-    jobs = progress([job for job in jobs if job[2] != COPY], desc="memory", unit="case")
-    rows = [(*job[1:], in_child(args.threads, added_memory, *job, keep_memory=False)) for job in jobs]
-    yield "peak memory that the work adds, default allocator", ("case", "candidate", "MB"), rows
-
-
-def convert(repeats):
-    """Rows of the section data: a parquet file like those of owt, 100 MB of text, made into a corpus; and its hash."""
-    import pyarrow as pa
-    from pyarrow.parquet import write_table
-
-    pa.set_cpu_count(1)
-    text = data.load("stdlib", 1).tokens[:10_000_000].tobytes().decode("ascii", "replace")
-    rows = []
-    with TemporaryDirectory() as folder:
-        documents = [text[i : i + 5000] for shift in range(10) for i in range(100 * shift, len(text) - 5000, 5000)]
-        write_table(pa.table({"text": documents}), f"{folder}/x.parquet", row_group_size=1000, use_dictionary=False)
-        os.environ["NANOHILBERT_DATA"] = folder
-        seconds = []
-        for i in range(repeats):
-            os.utime(f"{folder}/x.parquet", (i, i))  # a new file: it is converted again
-            seconds.append(timeit(lambda: data.load(f"{folder}/x.parquet", 1), number=1))
-        path = data.load(f"{folder}/x.parquet", 1).path
-        hashing = [timeit(lambda: data.hash_file(path), number=1) for _ in range(repeats)]
-        for what, times in (
-            ("parquet to corpus: read, join, hash, write, fsync", seconds),
-            ("SHA-256 of a file", hashing),
-        ):
-            rates = [path.stat().st_size / 1e6 / x for x in (median(times), max(times), min(times))]
-            rows.append((what, "{:.0f} MB/s ({:.0f} - {:.0f})".format(*rates)))
-    return rows
-
-
-def corpus(args):
-    timed = "import time; t = time.perf_counter(); import data; print(time.perf_counter() - t)"
-    command = [sys.executable, "-c", timed]
-    runs = [
-        subprocess.run(command, capture_output=True, check=True, cwd=Path(__file__).parent) for _ in range(args.repeats)
-    ]
-    ms = sorted(1e3 * float(run.stdout) for run in runs)
-    imported = ("import data", f"{median(ms):.0f} ms ({ms[0]:.0f} - {ms[-1]:.0f})")
-    yield (
-        "corpora, one core",
-        ("what", "median (min - max)"),
-        [*in_child(args.threads, convert, args.repeats), imported],
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -580,38 +431,38 @@ def corpus(args):
 # child process, which can be killed, as a kernel that hangs cannot be interrupted, and which CUDA errors may spoil.
 
 
-def timed(once, device):
+def timed(repetition, device):
     if device.type != "cuda":
-        return timeit(once, number=1)
+        return timeit(repetition, number=1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    once()
+    repetition()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1000
 
 
-def measure(once, device, seconds=0.2, least=5, flush=True):
+def measure(repetition, device, seconds=0.2, least=5, flush=True):
     """Seconds of each repetition: at least `least`, at most 100, about `seconds` in all. With `flush` a GPU writes FLUSH
     bytes before each: that empties its caches, and lets the CPU get ahead, so that launching kernels is not timed."""
-    other = torch.empty(FLUSH if flush and device.type == "cuda" else 0, dtype=torch.int8, device=device)
+    buffer = torch.empty(FLUSH if flush and device.type == "cuda" else 0, dtype=torch.int8, device=device)
     times = []
     while len(times) < least or (len(times) < 100 and sum(times) < seconds):
-        other.zero_()
-        times.append(timed(once, device))
+        buffer.zero_()
+        times.append(timed(repetition, device))
     return times
 
 
-def operation_job(device, make, shape, whole, work):
-    """Times what make(*shape) returns, or, if not `whole`, its forward; the work is given, or the bytes it has to move."""
+def operation_job(device, make, shape, backward, work):
+    """Times what make(*shape) returns, or without `backward` its forward; the work is given, or the bytes it has to move."""
     with device:
         made = make(*shape)
-    once = made if whole else made.forward
-    once(), once()  # the first may compile
-    return {"seconds": measure(once, device), "work": work or made.traffic(whole)}
+    repetition = made if backward else made.forward
+    repetition(), repetition()  # the first may compile
+    return {"seconds": measure(repetition, device), "work": work or made.traffic(backward)}
 
 
-def fitting(step, micro):
+def largest_micro(step, micro):
     """The first of micro, micro / 2, ... whose step does not run out of memory."""
     while True:
         try:
@@ -625,14 +476,13 @@ def fitting(step, micro):
         micro //= 2
 
 
-def train_job(device, name, size, compiled, micro=MICRO):
+def train_job(device, name, size, seq, compiled, micro=MICRO):
     model_class, config = parse_spec(name, size, data.GPT2_VOCAB if size in PAM_SIZES else V)
-    seq = PROTOCOLS[size]["seq"]
     gc.collect()  # of the model before
     with device:
         model = model_class(config).train()
     model.checkpointing = True
-    optimizer, _ = make_optimizer(model, PROTOCOLS[size]["lr"], device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(micro):
         optimizer.zero_grad(set_to_none=True)
@@ -640,71 +490,68 @@ def train_job(device, name, size, compiled, micro=MICRO):
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(idx[:, :-1], idx[:, 1:])[1]
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    micro = fitting(step, micro)
+    micro = largest_micro(step, micro)
     if compiled:  # only now, as every size would be compiled; the layers share one graph
         torch.compiler.reset()
         for layer in model.layers:
             layer.compile()
-        micro = fitting(step, micro)
-    if device.type == "cuda":
+        micro = largest_micro(step, micro)
+    cuda, tokens = device.type == "cuda", micro * seq
+    if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = measure(partial(step, micro), device, seconds=3, least=2, flush=False)
-    tokens, cuda = micro * seq, device.type == "cuda"
     return {"seconds": seconds, "micro": micro, "tokens": tokens, "work": tokens * model.flops_per_token(seq),
-            "memory": torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None,
-            "nominal": PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if cuda else None}  # fmt: skip
+            "memory": torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None}  # fmt: skip
 
 
-def work_off(pipe, jobs):
-    """In the child: sends what each job returned, or why it did not in a line, and whether this process can go on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-    for function, *arguments in jobs:
-        torch.manual_seed(0)
-        usable = True
-        try:
-            result = function(*arguments)
-        except ImportError as e:
-            result = not_installed(e)
-        except Exception as e:  # noqa: BLE001  whatever it is, the other jobs follow
-            result = f"failed: {' '.join(f'{type(e).__name__}: {e}'.split())[:160]}"
-            usable = not re.search(r"CUDA error|Triton Error \[CUDA\]", str(e))  # after these nothing works here
-        pipe.send((result, usable))
+def attempt(function, *arguments):
+    """In the child: what a job returns, or why it does not in a line; and whether this process can go on."""
+    torch.manual_seed(0)
+    try:
+        return function(*arguments), True
+    except Exception as e:  # noqa: BLE001  whatever it is, the other jobs follow
+        return reason(e), not re.search(r"CUDA error|Triton Error \[CUDA\]", str(e))  # after these nothing works there
+    finally:
         torch.cuda.empty_cache()
 
 
 def results(jobs, deadline, patience):
     """What becomes of each job, in order: what it returned, or a line. None may take more than `patience` seconds, and all
     end at `deadline`; after a child that was killed or died, another one goes on with the rest."""
-    context, done = get_context(START), 0
+    context, pool = get_context(START), None
     if START == "forkserver":
         context.set_forkserver_preload(["torch"])
-    while done < len(jobs) and perf_counter() < deadline:
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=work_off, args=(sender, jobs[done:]))
-        child.start()
-        sender.close()
-        usable = True
-        try:
-            while usable and done < len(jobs):
-                if not receiver.poll(max(0, min(patience, deadline - perf_counter()))):
-                    if perf_counter() < deadline:
-                        done += 1
-                        yield f"left out: no result within {patience:g} s"
-                    break
-                result, usable = receiver.recv()
-                done += 1
-                yield result
-        except EOFError:
-            child.join(5)
-            done += 1
-            yield f"failed: its process ended with code {child.exitcode}"
-        finally:
-            child.kill()
-            child.join(5)
-    yield from ["left out: deadline"] * (len(jobs) - done)
+    try:
+        for job in jobs:
+            if perf_counter() >= deadline:
+                yield "left out: deadline"
+                continue
+            if not pool:  # Ctrl-C is for the parent, which ends the child
+                pool = ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+                child = pool.submit(os.getpid).result()
+            left = deadline - perf_counter()
+            try:
+                result, usable = pool.submit(attempt, *job).result(max(0, min(patience, left)))
+            except TimeoutError:
+                late = f"no result within {patience:g} s" if patience < left else "deadline"
+                result, usable = f"left out: {late}", False
+            except BrokenProcessPool:
+                result, usable = "failed: its process died", False
+            if not usable:
+                pool = end_pool(pool, child)
+            yield result
+    finally:
+        if pool:
+            end_pool(pool, child)
+
+
+def end_pool(pool, child):
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)  # a kernel that hangs cannot be interrupted
+    pool.shutdown(cancel_futures=True)
 
 
 def rows_of(jobs, args, section, cells):
@@ -742,11 +589,8 @@ def ceiling_cases():
 
 
 def scan_cases():
-    T, C, both = (
-        1024,
-        HEADS * N,
-        dict.fromkeys(("forward", "forward, backward")),
-    )  # None: the bytes of Gradients.traffic
+    T, C = 1024, HEADS * N
+    both = dict.fromkeys(("forward", "forward, backward"))  # None: the bytes of Gradients.traffic
     for B in (8, 32):
         heads, complex_, real = f"B{B} T{T} H{HEADS} N{N}", f"B{B} T{T} C{C}", f"B{B} T{T} C{2 * C}"
         yield "complex_scan", complex_, scan_complex, (B, C, T), "GB/s", both
@@ -754,7 +598,7 @@ def scan_cases():
         yield "cayley_scan, bf16", heads, scan_cayley, (B, T, HEADS, N, torch.bfloat16), "GB/s", both
         yield "selective_scan", f"B{B} T{T} E{E} N{N}", scan_selective, (B, T, E, N), "GB/s", both
         yield "complex_scan, theta=None", real, scan_real, (B, 2 * C, T), "GB/s", both  # a state of as many numbers
-        yield "accelerated_scan.complex.scan, a given", complex_, scan_accelerated, (B, C, T, True), "GB/s", both
+        yield "accelerated_scan.complex.scan, a given", complex_, scan_accelerated, (B, C, T, "complex"), "GB/s", both
         yield "fla chunk_hgrn", real, scan_real, (B, 2 * C, T, True), "GB/s", both
 
 
@@ -770,20 +614,20 @@ def born_cases():
         quadratic, softmax = flops(tokens * T / 2 * 2 * 2 * N, 3, 8), flops(tokens * T / 2 * 2 * 64, 2, 5)
         # The N^2 features of k and of q meet a state of width 2N+1; inside a chunk of 64 it is as above.
         linear = flops(tokens * (2 * 2 * N**2 * (2 * N + 1) + 64 / 2 * 2 * 2 * N * 3), 1, 2)
-        yield "born_attention, quadratic", shape, attend_heads, (B, T, "quadratic"), "TFLOP/s", quadratic
-        yield "born_attention, linear", shape, attend_heads, (B, T, "linear"), "TFLOP/s", linear
-        yield "SDPA flash, width 64, bf16", shape, attend_flash, (B, T), "TFLOP/s", softmax
+        yield "born_attention, quadratic", shape, attend_born, (B, HEADS, T, "quadratic"), "TFLOP/s", quadratic
+        yield "born_attention, linear", shape, attend_born, (B, HEADS, T, "linear"), "TFLOP/s", linear
+        yield "SDPA flash, width 64, bf16", shape, attend_softmax, (B, HEADS, T, True), "TFLOP/s", softmax
 
 
 def phase_cases():
     for B, T, H, D in ((8, 1024, 6, 64), (32, 1024, 6, 64), (2, 16384, 6, 64)):
         # PAM eqs. 6-7: a number of S takes part in an outer product and in a read; 4 products for a complex one
         shape, real = f"B{B} T{T} H{H} D{D}", B * T * H * D**2 * 2 * 2
-        yield "phase_memory, complex (PAM)", shape, remember, (B, H, T, D), "TFLOP/s", flops(4 * real, 1, 2)
-        yield "phase_memory, real (SAM)", shape, remember, (B, H, T, D, True), "TFLOP/s", flops(real, 1, 2)
-        for kind in (torch.float32, torch.bfloat16):
-            name = f"fla chunk_simple_gla, {str(kind)[6:]}"
-            yield name, shape, remember_simple_gla, (B, T, H, D, kind), "TFLOP/s", flops(real, 1, 2)
+        yield "phase_memory, complex (PAM)", shape, remember, (B, T, H, D), "TFLOP/s", flops(4 * real, 1, 2)
+        yield "phase_memory, real (SAM)", shape, remember, (B, T, H, D, True), "TFLOP/s", flops(real, 1, 2)
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"fla chunk_simple_gla, {str(dtype)[6:]}"
+            yield name, shape, remember_fla, (B, T, H, D, dtype), "TFLOP/s", flops(real, 1, 2)
 
 
 OPERATIONS = {"ceiling": ceiling_cases, "scan": scan_cases, "born": born_cases, "phase": phase_cases}
@@ -792,18 +636,19 @@ OPERATIONS = {"ceiling": ceiling_cases, "scan": scan_cases, "born": born_cases, 
 def train(args):
     names, speed, rows = list(MODELS), {}, []
     pairs = list(product(zip(names[::2], names[1::2]), ("eager", "compiled")))
-    sizes = {name: "253m" if "253m" in MODELS[name].SIZES else "100m" for name in names}
-    jobs = [((name, sizes[name], blocks), train_job, name, sizes[name], blocks == "compiled")
-            for pair, blocks in pairs for name in pair]  # fmt: skip
+    jobs = []
+    for pair, blocks in pairs:
+        for name in pair:
+            size, seq = ("253m", 1024) if "253m" in MODELS[name].SIZES else ("100m", 512)  # QS table 4, PAM table 2
+            jobs.append(((name, size, blocks), train_job, name, size, seq, blocks == "compiled"))
 
     def cells(result, name, size, blocks):
         *ms, rate = times_and_rate(result, "TFLOP/s")
         speed[name, blocks] = tokens = result["tokens"] / median(result["seconds"])
-        peaks = args.ceiling.get("TFLOP/s"), result["nominal"] and result["nominal"] / 1e12
-        return [result["micro"], *ms, tokens, *(peak and rate / peak for peak in peaks), result["memory"]]
+        peak = args.ceiling.get("TFLOP/s")
+        return [result["micro"], *ms, tokens, peak and rate / peak, result["memory"]]
 
-    columns = ["model", "size", "blocks", "micro-batch", "ms", "min", "max", "tokens/s"]
-    columns += ["MFU", "MFU of the nominal peak", "GB at peak"]
+    columns = "model", "size", "blocks", "micro-batch", "ms", "min", "max", "tokens/s", "MFU", "GB at peak"
     yield "GPU: training steps, bf16", columns, rows_of(jobs, args, "train", cells)
     for pair, blocks in pairs:
         (ours, theirs), steps = (MODELS[name].__name__ for name in pair), PAPER_STEPS.get(pair[0])
@@ -817,18 +662,11 @@ def train(args):
     yield "GPU: break-even (QS 9.3)", columns, rows
 
 
-CPU_SECTIONS = {"params": params, "loss": loss, **{s: partial(timings, section=s) for s in CASES}}
-CPU_SECTIONS |= {"step": step, "memory": memory, "data": corpus, "start": start}
+CPU_SECTIONS = {**{s: partial(timings, section=s) for s in CASES}, "start": start}
 GPU_SECTIONS = {**{s: partial(operations, section=s) for s in OPERATIONS}, "train": train}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # python bench.py
-
-
-def positive(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def machine(args):
@@ -885,25 +723,32 @@ def main():
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--sections", metavar="A,B", help="of the CPU or the GPU part (default: all of them)")
     threads = "CPU: threads of torch; more than there are free cores can be far slower than one (default: %(default)s)"
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help=threads)
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help=threads)
     repeats = "CPU: rounds to time, at least, after 2 to warm up (default: %(default)s)"
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help=repeats)
-    parser.add_argument("--large", action="store_true", help="CPU: the untrained loss at 253m too: 2 GB, half a minute")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help=repeats)
     out = "also write the output to FILE, which must be new, and as JSON beside it (CUDA: default bench-DATE-TIME.md)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
+    parser.add_argument("--out", metavar="FILE", help=out)
     args = parser.parse_args()
     args.device, args.ceiling, args.deadline = pick_device(args.device), {}, perf_counter()
-    sections = GPU_SECTIONS if args.device.type == "cuda" else CPU_SECTIONS
+    cuda = args.device.type == "cuda"
+    sections = GPU_SECTIONS if cuda else CPU_SECTIONS
     names = args.sections.split(",") if args.sections else list(sections)
     for name in names:
         if name not in sections:
             raise InputError(f"unknown section {name!r}; known: {', '.join(sections)} (see bench.py --help)")
-    if args.device.type == "cuda" and not args.out:
-        args.out = Path(strftime("bench-%Y%m%d-%H%M%S.md"))
-    with explain(f"create {args.out}"):
-        out = args.out.open("x", encoding="utf-8") if args.out else None
-        if out:
-            args.out.with_suffix(".json").touch(exist_ok=False)
+    if min(args.threads, args.repeats) < 1:
+        raise InputError("--threads and --repeats must be at least 1")
+    try:
+        kernels.check_backend()
+    except ValueError as e:
+        raise InputError(str(e)) from None
+    path = args.out or (strftime("bench-%Y%m%d-%H%M%S.md") if cuda else None)
+    out = None
+    if path:
+        path = Path(path).expanduser()
+        with explain(f"create {path}"):
+            out = path.open("x", encoding="utf-8")
+            path.with_suffix(".json").touch(exist_ok=False)
     document = {"machine": machine(args), "git": provenance(torch.device("cpu"), 1)["git"], "tables": []}
     write(tables(args, sections, names), document, out)
 

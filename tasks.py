@@ -77,7 +77,7 @@ class Task:
     symbols: int  # 0 ... symbols - 1
     classes: int
     draw: Callable  # (numpy RandomState, n, length) -> symbols and targets, (n, length) int64 each
-    scored: slice = slice(None)  # the positions that count, in training and in accuracies
+    first: int = 0  # position that counts, in training and in accuracies; -1: only the last
     longest: int = LONGEST
 
 
@@ -253,7 +253,7 @@ def token_angles(model, task, seeds, device):
 
 def train(s, seeds, device):
     """Trains `seeds` of one model on one task. Returns the events of each seed's log."""
-    classes, scored = TASKS[s.task].classes, TASKS[s.task].scored
+    classes, first = TASKS[s.task].classes, TASKS[s.task].first
     model = build(s.model, s.task, seeds).to(device)
     S, start = len(seeds), time.monotonic()
     optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=device.type != "mps")
@@ -284,7 +284,7 @@ def train(s, seeds, device):
             model.train()
             for step in range(STEPS):
                 x, y = batches(s.task, seeds, s.batch, s.train_length, (epoch, step), device)
-                logits, y = model(x, generators)[:, :, scored], y[:, :, scored]
+                logits, y = model(x, generators)[:, :, first:], y[:, :, first:]
                 loss = F.cross_entropy(logits.flatten(0, 2), y.flatten(), reduction="none").view(S, -1).mean(1)
                 norm = update(model, optimizer, loss)
                 skipped += ~norm.isfinite().cpu()
@@ -292,7 +292,7 @@ def train(s, seeds, device):
                 bar.update()
             if epoch % log_every == 0 or epoch == s.epochs:
                 model.eval()
-                acc = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device)[:, scored].mean(1)
+                acc = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device)[:, first:].mean(1)
                 losses, norms = torch.stack(seen, 1).cpu()  # (steps, S)
                 rounded = {
                     "loss": losses.mean(0), "grad_norm": norms.mean(0), "grad_max": norms.amax(0), "acc": acc
@@ -304,7 +304,7 @@ def train(s, seeds, device):
     model.eval()
     for length in s.lengths:
         by_position = accuracy(model, s.task, seeds, EVAL_SAMPLES, length, device)
-        write("eval", s.epochs, length=length, acc=[round(v, 5) for v in by_position[:, scored].mean(1).tolist()],
+        write("eval", s.epochs, length=length, acc=[round(v, 5) for v in by_position[:, first:].mean(1).tolist()],
               acc_by_pos=[[round(v, 3) for v in row] for row in by_position.tolist()])  # fmt: skip
     write("final", s.epochs, skipped=skipped.tolist(), **token_angles(model, s.task, seeds, device))
     return logs
