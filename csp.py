@@ -92,7 +92,7 @@ class Embedding(nn.Module):
 
     def forward(self, idx):
         if not idx.numel():
-            raise ValueError(f"idx {tuple(idx.shape)} holds no symbols: it is (seeds, batch, time), each at least 1")
+            raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (S, B, T) with at least one of each")
         S, V, _ = self.weight.shape
         rows = idx + V * torch.arange(S, device=idx.device).view(S, 1, 1)
         return at_least_float32(F.embedding(rows, self.weight.flatten(0, 1)))
