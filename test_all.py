@@ -5655,9 +5655,8 @@ def test_csp_parameters(name, count):
     """CSP table 1 for csp and rnn; the others are our layouts. The docstring of csp.py says the same."""
     model = csp.stack_seeds(csp.MODELS[name], csp.MODELS[name].Config(), [1, 2])
     assert sum(p[0].numel() for p in model.parameters()) == count
-    assert f"{name} {count:,}" in csp.__doc__.replace("\n", " ").replace(
-        "csp 4,779", "csp-vanilla 4,779, csp-fast 4,779"
-    )
+    said = csp.__doc__.replace("\n", " ").replace("csp 4,779", "csp-vanilla 4,779, csp-fast 4,779")
+    assert f"{name} {count:,}" in said
 
 
 def csp_cells(carry, **kwargs):
@@ -5681,7 +5680,7 @@ def literal_csp(block, z, s, cfg):
         theta, h = 0.0, torch.zeros(d, dtype=torch.complex128)
         for z_re, z_im in sequence:
             x, y = torch.tanh(torch.cat((z_re, z_im)) @ W_theta)
-            theta = theta + torch.angle(torch.complex(x, y))
+            theta = theta * (cfg.theta == "cumulative") + torch.angle(torch.complex(x, y))
             z_t = torch.complex(z_re, z_im)
             rotated = z_t * torch.exp(1j * theta)
             joined = torch.cat((rotated.real, rotated.imag)) @ B + b_B
@@ -5701,17 +5700,15 @@ def literal_csp(block, z, s, cfg):
     return torch.view_as_real(torch.stack(outputs)).transpose(-1, -2).reshape(z.shape)
 
 
-@pytest.mark.parametrize(
-    ("carry", "kwargs"),
-    [("normalised", {}), ("normalised", {"skip": "prev"}), ("linear", {}), ("linear", {"gate": "sigmoid"})],
-)
+@pytest.mark.parametrize(("carry", "kwargs"), [("normalised", {}), ("normalised", {"skip": "prev"}), ("linear", {}),
+                                               ("linear", {"gate": "sigmoid"}), ("linear", {"theta": "step"})])  # fmt: skip
 def test_csp_block_is_its_algorithm(carry, kwargs, monkeypatch):
     monkeypatch.setattr(csp, "EPS", 0.0)
     block, z = csp_cells(carry, **kwargs)
     out = block(z)
     for s in (0, 1):
         torch.testing.assert_close(out[s], literal_csp(block, z[s], s, block.config), rtol=0, atol=1e-10)
-    assert (out.square().sum(-2) - 1).abs().max() < 1e-6  # on the unit circle
+    assert (out.square().sum(-2) - 1).abs().max() < 1e-12  # on the unit circle
 
 
 def test_algorithms_1_and_2_are_not_equal():
@@ -5722,92 +5719,83 @@ def test_algorithms_1_and_2_are_not_equal():
     assert (vanilla(z) - fast(z)).abs().mean((0, 1, 3, 4)).min() > 0.05
 
 
-@pytest.mark.parametrize("T", [1, 2, 7, 16, 65, 300])
+@pytest.mark.parametrize("T", [1, 2, 16, 65, 300])
 @pytest.mark.parametrize("delta", [0.01, 0.7, 2.0])
 def test_csp_scans_agree(T, delta):
-    """The exact ones, value and gradient, in float32 against the loop in float64."""
+    """The exact ones, value and gradient, against the loop in float64; in float32 up to a rounding or two a step."""
 
     def run(method, dtype):
-        leaves = [
-            x.to(dtype).requires_grad_() for x in (delta * (0.5 + randn(2, 3, T, 1).sigmoid()), randn(2, 3, T, 6))
-        ]
+        inputs = delta * (0.5 + randn(2, 3, T, 1).sigmoid()), randn(2, 3, T, 6)
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
         h = csp.scan(*leaves, method)
         return h, *torch.autograd.grad(h, leaves, torch.sin(torch.arange(h.numel())).view(h.shape).to(h))
 
     expected = run("sequential", torch.float64)
     for method in ("sequential", "segment", "associative"):
-        for found, right in zip(run(method, torch.float32), expected):
-            assert (found - right).abs().max() <= 1e-5 * right.abs().max()
+        for dtype in (torch.float32, torch.float64):
+            for found, right in zip(run(method, dtype), expected):
+                assert (found - right).abs().max() <= 2 * (T + 8) * torch.finfo(dtype).eps * right.abs().max()
 
 
 def test_printed_formula_fails_where_the_exact_scan_does_not():
     """T=1024 at a mean Delta of 2: Algorithm 2, line 16, is off by over 1 % from step 8 and decays to 0; it stays finite."""
-    delta, c = (
-        2 * (0.5 + torch.rand(1, 64, 1024, 1, generator=torch.Generator().manual_seed(0))),
-        randn(1, 64, 1024, 8).float(),
-    )
+    generator = torch.Generator().manual_seed(0)
+    delta, c = 2 * (0.5 + torch.rand(1, 64, 1024, 1, generator=generator)), randn(1, 64, 1024, 8).float()
     exact = csp.scan(delta.double(), c.double(), "sequential")
     scale = exact.abs().mean((1, 3), keepdim=True)
-    found = (csp.scan(delta, c, "associative") - exact).abs() / scale
-    assert found.max() < 1e-5
+    assert ((csp.scan(delta, c, "associative") - exact).abs() / scale).max() < 1e-5
     printed = csp.scan(delta, c, "printed")
     error = ((printed - exact).abs() / scale).mean((0, 1, 3))
-    assert error[:6].max() < 0.01
-    assert error[8:].min() > 0.01
+    assert error[:6].max() < 0.01 < error[8:].min()
     assert error[20:].min() > 0.9
     assert printed.isfinite().all()
 
 
-@pytest.mark.parametrize("skip_prev", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (6, 2, 3, 4)])
-def test_normalised_scan_gradients(skip_prev, shape):
-    T, S, B, d = shape
-    alpha, c, skip = randn(T, S, B, 1, 1).sigmoid(), randn(T, S, B, 2, d, seed=1), randn(T, S, B, 2, d, seed=2)
-    prev = randn(S, 1, 1, 1, seed=4) if skip_prev else None
+def normalised_loop(alpha, c, skip, prev=None):
+    o, outputs = torch.zeros_like(c[0]), []
+    for alpha_t, c_t, skip_t in zip(alpha, c, skip):
+        o = csp.normalise(skip_t + (0 if prev is None else prev * o) + F.silu(alpha_t * o + c_t))
+        outputs.append(o)
+    return torch.stack(outputs)
 
-    def loop(alpha, c, skip, prev=None):
-        o, outputs = torch.zeros_like(c[0]), []
-        for alpha_t, c_t, skip_t in zip(alpha, c, skip):
-            o = csp.normalise(skip_t + (0 if prev is None else prev * o) + F.silu(alpha_t * o + c_t))
-            outputs.append(o)
-        return torch.stack(outputs)
 
-    leaves = [x.requires_grad_() for x in (alpha, c, skip, prev) if x is not None]
-    found = csp.NormalisedScan.apply(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (alpha, c, skip)), prev)
-    weight = torch.sin(torch.arange(found.numel())).view(found.shape).double()
-    torch.testing.assert_close(found, loop(*leaves), rtol=0, atol=1e-12)
-    for a, b in zip(torch.autograd.grad(found, leaves, weight), torch.autograd.grad(loop(*leaves), leaves, weight)):
+def signed_loop(r, A, x, B, C):
+    h, outputs = 0, []
+    for r_t, x_t, B_t, C_t in zip(*(v.unbind(2) for v in (r, x, B, C))):
+        h = torch.tanh(r_t[..., None] * A[:, None]) * h + x_t[..., None] * B_t[:, :, None]
+        outputs.append((h * C_t[:, :, None]).sum(-1))
+    return torch.stack(outputs, 2)
+
+
+@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("spec", ["csp-vanilla", "csp-vanilla:skip=prev", "signed-mamba", "signed-mamba:transition=input"])
+def test_scans_with_a_backward_of_their_own(spec, T, monkeypatch):
+    """Scores and gradients are those of autograd through the loop that the docstring of the scan writes."""
+    model, idx = tasks.build(spec, "mod3", [7, 8]).double(), torch.arange(6 * T).view(2, 3, T) % 5 % 3
+
+    def run():
+        out = model(idx)
+        return out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()), allow_unused=T == 1)
+
+    found = run()
+    monkeypatch.setattr(csp.NormalisedScan, "apply", normalised_loop)
+    monkeypatch.setattr(csp.SignedScan, "apply", signed_loop)
+    for a, b in zip(found, run()):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("N_of_A", [1, 3])
-@pytest.mark.parametrize("T", [1, 5])
-def test_signed_scan(N_of_A, T):
-    """Against the recurrence in autograd, and gradcheck."""
-    r, x, A = randn(2, 3, T, 4), randn(2, 3, T, 4, seed=1), randn(2, 4, N_of_A, seed=2)
-    B, C = randn(2, 3, T, 3, seed=3), randn(2, 3, T, 3, seed=4)
-    h, expected = 0, []
-    for t in range(T):
-        h = torch.tanh(r[:, :, t, :, None] * A[:, None]) * h + x[:, :, t, :, None] * B[:, :, t, None]
-        expected.append((h * C[:, :, t, None]).sum(-1))
-    torch.testing.assert_close(csp.SignedScan.apply(r, A, x, B, C), torch.stack(expected, 2), rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(csp.SignedScan.apply, [v.requires_grad_() for v in (r, A, x, B, C)])
 
 
 def test_complex_rnn_is_its_formula():
     model = csp.stack_seeds(csp.ComplexRNN, csp.RNNConfig(hidden=4), [5]).double()
     idx, h, expected = torch.tensor([[[0, 1, 1, 0, 1]]]), torch.zeros(4, dtype=torch.complex128), []
+    w = {name: p[0].squeeze(0) for name, p in model.named_parameters()}
     for token in idx[0, 0]:
         x, joined = model.embedding.weight[0, token], torch.cat((h.real, h.imag))
-        candidate = torch.tanh(
-            x @ model.W.weight[0] + model.W.bias[0, 0] + joined @ model.U.weight[0] + model.U.bias[0, 0]
-        )
-        u = torch.sigmoid(x @ model.W_u.weight[0] + model.W_u.bias[0, 0] + joined @ model.U_u.weight[0])
-        phi = x @ model.W_phi.weight[0] + model.W_phi.bias[0, 0]
+        candidate = torch.tanh(x @ w["W.weight"] + w["W.bias"] + joined @ w["U.weight"] + w["U.bias"])
+        u = torch.sigmoid(x @ w["W_u.weight"] + w["W_u.bias"] + joined @ w["U_u.weight"])
+        phi = x @ w["W_phi.weight"] + w["W_phi.bias"]
         h = (1 - u) * torch.exp(1j * phi) * h + u * torch.complex(candidate[:4], candidate[4:])
         expected.append(torch.cat((h.real, h.imag)))
-    expected = model.head(torch.stack(expected)[None, None], None)
-    torch.testing.assert_close(model(idx), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(idx), model.head(torch.stack(expected)[None, None], None), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("transition", ["fixed", "input"])
@@ -5825,82 +5813,87 @@ def test_signed_mamba_block_is_its_formula(transition):
     u = u * u.sigmoid()
     r, B, C = (u @ w["x_proj.weight"]).split((1, 2, 2), -1)
     dt = torch.log1p(torch.exp(r @ block.dt_proj.weight[0] + w["dt_proj.bias"]))
+    a = torch.tanh(dt[..., None] * w["A"] if transition == "fixed" else (u @ w["W_a.weight"] + w["W_a.bias"])[..., None])
     h, ys = torch.zeros(3, 2, dtype=torch.float64), []
     for t in range(6):
-        a = (
-            torch.tanh(dt[t, :, None] * w["A"])
-            if transition == "fixed"
-            else torch.tanh(u[t] @ w["W_a.weight"] + w["W_a.bias"])[:, None]
-        )
-        h = a * h + (dt[t] * u[t])[:, None] * B[t]
+        h = a[t] * h + (dt[t] * u[t])[:, None] * B[t]
         ys.append(h @ C[t] + w["D"] * u[t])
     expected = x[0, 0] + (torch.stack(ys) * gate * gate.sigmoid()) @ w["out_proj.weight"]
     torch.testing.assert_close(block(x)[0, 0], expected, rtol=0, atol=1e-9)
 
 
 def test_rnn_and_decoder_are_their_formulas():
-    idx = torch.tensor([[[0, 1, 1, 0, 1]]])
-    rnn = csp.stack_seeds(csp.RNN, csp.RNNConfig(hidden=4), [5]).double()
-    peer = torch.nn.RNN(csp.EMBED, 4).double()
-    with torch.no_grad():
-        for name, p in (("weight_ih_l0", rnn.W.weight[0].T), ("weight_hh_l0", rnn.U.weight[0].T),
-                        ("bias_ih_l0", rnn.W.bias[0, 0]), ("bias_hh_l0", rnn.U.bias[0, 0])):  # fmt: skip
-            getattr(peer, name).copy_(p)
+    """Those of PyTorch, with the sinusoidal positions of arXiv 1706.03762, section 3.5, cosines in the second half."""
+    idx, c = torch.tensor([[[0, 1, 1, 0, 1]]]), csp.WIDTH
+    rnn, peer = csp.stack_seeds(csp.RNN, csp.RNNConfig(hidden=4), [5]).double(), torch.nn.RNN(csp.EMBED, 4).double()
+    peer.weight_ih_l0.data, peer.weight_hh_l0.data = rnn.W.weight[0].T, rnn.U.weight[0].T
+    peer.bias_ih_l0.data, peer.bias_hh_l0.data = rnn.W.bias[0, 0], rnn.U.bias[0, 0]
     states, _ = peer(rnn.embedding(idx)[0, 0])
     torch.testing.assert_close(rnn(idx), rnn.head(states[None, None], None), rtol=0, atol=1e-12)
     decoder = csp.stack_seeds(csp.Decoder, csp.DecoderConfig(layers=1), [5]).double()
-    peer = torch.nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, norm_first=True, batch_first=True).double()
-    block, c = decoder.blocks[0], csp.WIDTH
-    for mine, theirs in (
-        (block.qkv, peer.self_attn),
-        (block.proj, peer.self_attn.out_proj),
-        (block.up, peer.linear1),
-        (block.down, peer.linear2),
-    ):
-        weight, bias = ("in_proj_weight", "in_proj_bias") if theirs is peer.self_attn else ("weight", "bias")
-        getattr(theirs, weight).data, getattr(theirs, bias).data = mine.weight[0].T, mine.bias[0, 0]
-    position = torch.zeros(
-        5, c, dtype=torch.float64
-    )  # arXiv 1706.03762, section 3.5, with the cosines in the second half
-    for t in range(5):
-        for i in range(c // 2):
-            position[t, i], position[t, c // 2 + i] = (
-                math.sin(t / 10000 ** (2 * i / c)),
-                math.cos(t / 10000 ** (2 * i / c)),
-            )
-    x = decoder.widen(decoder.embedding(idx))[0] + position
+    peer = torch.nn.TransformerEncoderLayer(c, 4, 4 * c, dropout=0.0, norm_first=True, batch_first=True).double()
+    block, attention = decoder.blocks[0], peer.self_attn
+    attention.in_proj_weight.data, attention.in_proj_bias.data = block.qkv.weight[0].T, block.qkv.bias[0, 0]
+    for ours, theirs in ((block.proj, attention.out_proj), (block.up, peer.linear1), (block.down, peer.linear2)):
+        theirs.weight.data, theirs.bias.data = ours.weight[0].T, ours.bias[0, 0]
+    angle = [[t / 10000 ** (2 * i / c) for i in range(c // 2)] for t in range(5)]
+    position = [[f(v) for f in (math.sin, math.cos) for v in row] for row in angle]
+    x = decoder.widen(decoder.embedding(idx))[0] + torch.tensor(position, dtype=torch.float64)
     y = peer(x, src_mask=torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1))
-    torch.testing.assert_close(decoder(idx), decoder.head(decoder.norm(y[None]), None), rtol=0, atol=1e-5)
+    torch.testing.assert_close(decoder(idx), decoder.head(decoder.norm(y[None]), None), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("spec", ["csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel", "csp-fast", "csp-fast:scan=segment",
-                                  "csp-fast:theta=step", "csp-fast:theta=frozen:gate=sigmoid", "rnn", "complex-rnn", "signed-mamba",
-                                  "signed-mamba:transition=input", "decoder"])  # fmt: skip
+TASK_SPECS = ["csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel", "csp-fast", "csp-fast:scan=segment",
+              "csp-fast:scan=printed:theta=step", "csp-fast:theta=frozen:gate=sigmoid", "rnn", "complex-rnn",
+              "signed-mamba", "signed-mamba:transition=input", "decoder"]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", TASK_SPECS)
 def test_task_models_are_causal_and_keep_seeds_apart(spec):
-    """A later symbol changes no earlier score, and one seed's weights no other seed's scores. All parameters get gradients."""
-    model = tasks.build(spec, 3, [7, 8])
-    alone = tasks.build(spec, 3, [8])
+    """A later symbol changes no earlier score, and one seed's weights no other seed's scores. All parameters get gradients.
+    No symbols are an error."""
+    model, alone = (tasks.build(spec, "mod3", seeds).double() for seeds in ([7, 8], [8]))
     idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
-    out = model(idx)
-    later = idx.clone()
+    out, later = model(idx), idx.clone()
+    assert out.dtype == torch.float64
     later[:, :, 12:] = 1 - later[:, :, 12:]
-    torch.testing.assert_close(model(later)[:, :, :12], out[:, :, :12], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(later)[:, :, :12], out[:, :, :12], rtol=1e-10, atol=1e-10)
     assert (model(later)[:, :, 12:] - out[:, :, 12:]).abs().max() > 1e-3
-    torch.testing.assert_close(alone(idx[1:])[0], out[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(alone(idx[1:])[0], out[1], rtol=1e-10, atol=1e-10)
     out.square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in model.parameters())
+    for B, T in ((0, 3), (3, 0)):
+        with pytest.raises(ValueError, match=rf"idx has shape \(2, {B}, {T}\); expected \(S, B, T\)"):
+            model(idx[:, :B, :T])
+
+
+@pytest.mark.parametrize("spec", TASK_SPECS)
+def test_task_models_compute_in_at_least_float32(spec, monkeypatch):
+    """With weights of half precision scores are those of the same weights in float64, far within a rounding of bfloat16
+    (4e-3); so they are with the reference as backend. Under autocast only maps round."""
+    idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
+    for dtype, backend in ((torch.float16, ""), (torch.bfloat16, ""), (torch.float32, "reference")):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
+        model = tasks.build(spec, "mod3", [7, 8]).to(dtype)
+        found, exact = model(idx), copy.deepcopy(model).double()(idx)
+        assert found.dtype == torch.float32
+        assert (found - exact).norm() < 1e-4 * exact.norm()
+        found.square().mean().backward()
+        assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(idx)
+    assert rounded.dtype == torch.float32 and rounded.isfinite().all()
 
 
 def test_rotation_projection_is_alive():
     """CSP appendix E.1 sets W_theta to zero, where atan2 has no gradient. Ours is finite, not zero, and moves at step 1."""
-    model = tasks.build("csp-fast", 2, [1])
+    model = tasks.build("csp-fast", "parity", [1])
     before = [block.W_theta.weight.clone() for block in model.blocks]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     x, y = tasks.batches("parity", [1], 8, 16, (1, 1), "cpu")
     loss = F.cross_entropy(model(x).flatten(0, 2), y.flatten())[None]
     assert tasks.update(model, optimizer, loss).isfinite().all()
     for block, old in zip(model.blocks, before):
-        assert block.W_theta.weight.grad.isfinite().all()
         assert block.W_theta.weight.grad.abs().min() > 0
         assert (block.W_theta.weight != old).all()
     x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
@@ -5924,31 +5917,33 @@ def test_gate_starts_where_it_says(gate_init, gamma, slope):
 # ----------------------------------------------------------------------------------------------------------------------
 # Tasks
 
+DEVICE = torch.device("cpu")
 
-@pytest.mark.parametrize("task", ["parity", "mod2", "mod3", "mod7", "dyck1", "dyck1-iid"])
+
+@pytest.mark.parametrize("task", ["parity", "mod2", "mod3", "mod99", "dyck1", "dyck1-iid", "s3"])
 @pytest.mark.parametrize("length", [1, 2, 16, 65])
 def test_task_targets(task, length):
     x, y = tasks.make_batch(task, 200, length, (1, 2, 3))
-    assert x.shape == y.shape == (200, length)
-    assert set(np.unique(x)) <= {0, 1}
+    assert x.shape == y.shape == (200, length) and x.dtype == y.dtype == np.int64
+    assert set(np.unique(x)) == set(range(tasks.TASKS[task].symbols))
+    group = ["abc", "acb", "bac", "bca", "cab", "cba"]  # what each symbol makes of abc
     for symbols, targets in zip(x.tolist(), y.tolist()):
-        count, depth, valid = 0, 0, True
+        count, depth, valid, order = 0, 0, True, "abc"
         for symbol, target in zip(symbols, targets):
             count, depth = count + symbol, depth + (1 if symbol == 0 else -1)
             valid = valid and depth >= 0
-            assert target == (valid if task.startswith("dyck1") else count % tasks.num_classes(task))
-    assert np.array_equal(x, tasks.make_batch(task, 200, length, (1, 2, 3))[0])
-    if length > 1:
-        for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
-            assert not np.array_equal(x, tasks.make_batch(task, 200, length, other)[0])
+            order = "".join(group[symbol]["abc".index(letter)] for letter in order)  # the new one is applied last
+            right = {"s3": group.index(order), "dyck1": valid}.get(task.split("-")[0], count % tasks.TASKS[task].classes)
+            assert target == right
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 2, 3)):
+        same = np.array_equal(x, tasks.make_batch(task, 200, length, other)[0])
+        assert same == (other == (1, 2, 3))
 
 
 def test_task_class_shares():
     """What the docstring of tasks.py says of Dyck-1; the valid half is drawn evenly from all valid sequences."""
-    shares = {
-        (task, n): tasks.make_batch(task, 4000, n, (0,))[1].mean() for task in ("dyck1", "dyck1-iid") for n in (16, 64)
-    }
     said = {("dyck1", 16): 0.65, ("dyck1", 64): 0.58, ("dyck1-iid", 16): 0.29, ("dyck1-iid", 64): 0.17}
+    shares = {(task, n): tasks.make_batch(task, 4000, n, (0,))[1].mean() for task, n in said}
     assert shares == pytest.approx(said, abs=0.015)
     x, y = tasks.make_batch("dyck1", 40_000, 4, (0,))
     words, counts = np.unique(x[y[:, -1] == 1], axis=0, return_counts=True)
@@ -5957,16 +5952,32 @@ def test_task_class_shares():
     assert counts / 40_000 == pytest.approx(np.full(6, 0.6875 / 6), abs=0.005)
 
 
-def test_seeds_trained_together_are_trained_alone(monkeypatch):
-    monkeypatch.setattr(tasks, "STEPS", 12)
-    for model in ("csp-vanilla", "signed-mamba", "decoder"):
+@pytest.fixture
+def short_tasks(monkeypatch):
+    """Epochs of two steps, few sequences to test on."""
+    for name, value in (("STEPS", 2), ("EVAL_SAMPLES", 20), ("WATCH_SAMPLES", 10)):
+        monkeypatch.setattr(tasks, name, value)
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    monkeypatch.setattr(report, "save_figure", lambda plt, fig, path: plt.close(fig), raising=False)
+
+
+@pytest.mark.parametrize("model", ["csp-vanilla", "signed-mamba", "decoder"])
+def test_seeds_trained_together_are_trained_alone(short_tasks, monkeypatch, model):
+    """In float64, where only another order of sums can make a difference."""
+    monkeypatch.setattr(tasks, "STEPS", 6)
+    torch.set_default_dtype(torch.float64)
+    try:
         s = tasks.Settings(model, "parity", 0, 2, 8, [8, 12], 16, 1e-3)
-        together, alone = tasks.train(s, [42, 43], torch.device("cpu")), tasks.train(s, [43], torch.device("cpu"))
-        for a, b in zip(together[1][1:], alone[0][1:]):
-            for key in ("loss", "grad_norm", "grad_max"):
-                assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=2e-3)
-            assert a.get("acc", 0) == pytest.approx(b.get("acc", 0), abs=2e-3)
-        assert together[0][1]["loss"] != together[1][1]["loss"]
+        together, (alone,) = tasks.train(s, [42, 43], DEVICE), tasks.train(s, [43], DEVICE)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(together[1][1:], alone[1:]):
+        rounded = {key: pytest.approx(b[key], rel=1e-4) for key in {"loss", "grad_norm", "grad_max"} & a.keys()}
+        assert a == b | rounded | {key: a[key] for key in {"time_s", "theta"} & a.keys()}
+    assert together[0][1]["loss"] != together[1][1]["loss"]
 
 
 def test_task_protocol(monkeypatch):
@@ -5975,81 +5986,50 @@ def test_task_protocol(monkeypatch):
     assert (tasks.STEPS, tasks.EVAL_SAMPLES, csp.CSPFastConfig().scan) == (5000 // 64, 1000, "associative")
     monkeypatch.setattr(tasks, "STEPS", 2)
     streams, made, real, adam = [], [], tasks.make_batch, torch.optim.Adam
-    monkeypatch.setattr(
-        tasks,
-        "make_batch",
-        lambda task, n, length, stream: streams.append((*stream, n)) or real(task, n, length, stream),
-    )
+    monkeypatch.setattr(tasks, "make_batch", lambda *args: streams.append((*args[3], args[1])) or real(*args))
     monkeypatch.setattr(torch.optim, "Adam", lambda *args, **kwargs: made.append(adam(*args, **kwargs)) or made[-1])
-    s = tasks.Settings("rnn", "parity", 7, 4, 4, [4, 6], 8, 1e-2)
-    events = tasks.train(s, [7], torch.device("cpu"))[0]
+    events = tasks.train(tasks.Settings("rnn", "parity", 7, 4, 4, [4, 6], 8, 1e-2), [7], DEVICE)[0]
     trained = [stream for stream in streams if stream[1] > 0]
     assert trained == [(7, epoch, step, 8) for epoch in range(1, 5) for step in range(2)]
     assert {(7, 0, 4, 1000), (7, 0, 6, 1000)} <= {stream for stream in streams if stream[1] == 0}
     assert made[0].param_groups[0]["weight_decay"] == 1e-7
     rates = [e["lr"] for e in events if e["event"] == "train"]
     assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4)], abs=1e-8)
-    model = tasks.build("rnn", 2, [1, 2])
-    optimizer = adam(model.parameters(), lr=1e-3)
-    x, y = tasks.batches("parity", [1, 2], 8, 16, (1, 1), "cpu")
-    loss = F.cross_entropy(model(x).flatten(0, 2), y.flatten(), reduction="none").view(2, -1).mean(1)
-    norm = tasks.update(model, optimizer, loss * torch.tensor([100.0, 1e-3]))
+
+
+def rnn_and_losses(seeds=(1, 2)):
+    """An RNN for some seeds, a function that gives its losses (S,) on the data of these, and Adam for it."""
+    model = tasks.build("rnn", "parity", seeds)
+    x, y = tasks.batches("parity", seeds, 8, 16, (1, 1), "cpu")
+    losses = lambda: F.cross_entropy(model(x).flatten(0, 2), y.flatten(), reduction="none").view(len(seeds), -1).mean(1)
+    return model, losses, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+
+def test_gradients_are_clipped_by_seed():
+    model, losses, optimizer = rnn_and_losses()
+    norm = tasks.update(model, optimizer, losses() * torch.tensor([100.0, 1e-3]))
     clipped = torch.stack([p.grad.flatten(1).square().sum(1) for p in model.parameters()]).sum(0).sqrt()
     assert norm[0] > 1 > norm[1]
     assert clipped.tolist() == pytest.approx([1.0, norm[1].item()], rel=1e-4)
 
 
+@pytest.mark.parametrize("bad_steps", [(0,), (1, 2)])  # before there are moments; and after
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_first_step_that_is_not_finite_is_skipped(bad):
-    """The optimizer has no moments yet: that seed's start at zero, and later steps move it."""
-    model = tasks.build("rnn", 2, [1, 2])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    x, y = tasks.batches("parity", [1, 2], 8, 16, (1, 1), "cpu")
-    for poison in ([bad, 1.0], [1.0, 1.0]):
-        before = [p.detach().clone() for p in model.parameters()]
-        loss = F.cross_entropy(model(x).flatten(0, 2), y.flatten(), reduction="none").view(2, -1).mean(1)
-        tasks.update(model, optimizer, loss * torch.tensor(poison))
-        assert all(p.isfinite().all() for p in model.parameters())
-        moved = torch.stack([(p != old).flatten(1).any(1) for p, old in zip(model.parameters(), before)]).any(0)
-        assert moved.tolist() == [poison[0] == 1.0, True]
-
-
-def test_a_step_that_is_not_finite_is_skipped_and_counted(monkeypatch):
-    """The seed concerned keeps weights and moments; the other steps as if it were alone."""
-    model, alone = tasks.build("rnn", 2, [1, 2]), tasks.build("rnn", 2, [2])
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3, fused=True) for m in (model, alone)]
-
-    def step(poison):
-        x, y = tasks.batches("parity", [1, 2], 8, 16, (1, 1), "cpu")
-        for m, optimizer, part in ((model, optimizers[0], slice(0, 2)), (alone, optimizers[1], slice(1, 2))):
-            loss = (
-                F.cross_entropy(m(x[part]).flatten(0, 2), y[part].flatten(), reduction="none")
-                .view(len(x[part]), -1)
-                .mean(1)
-            )
-            norm = tasks.update(m, optimizer, loss * poison if len(loss) == 2 else loss)
-            if len(loss) == 2:
-                assert torch.equal(norm.isfinite(), poison.isfinite())
-
-    step(torch.tensor([1.0, 1.0]))
-    moments = lambda: [s[k] for s in optimizers[0].state.values() for k in ("exp_avg", "exp_avg_sq")]
-    before = [p[0].clone() for p in (*model.parameters(), *moments())]
-    for bad in (torch.nan, torch.inf):
-        step(torch.tensor([bad, 1.0]))
-        assert all(torch.equal(p[0], old) for p, old in zip((*model.parameters(), *moments()), before))
+def test_a_step_that_is_not_finite_is_skipped(bad, bad_steps):
+    """The seed concerned keeps weights and moments; the other steps as if it were alone; later steps move both."""
+    model, losses, optimizer = rnn_and_losses()
+    alone, losses_alone, optimizer_alone = rnn_and_losses((2,))
+    for step in range(4):
+        moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+        before = [x[0].detach().clone() for x in (*model.parameters(), *moments)]
+        poison = torch.tensor([bad if step in bad_steps else 1.0, 1.0])
+        norm = tasks.update(model, optimizer, losses() * poison)
+        tasks.update(alone, optimizer_alone, losses_alone())
+        assert torch.equal(norm.isfinite(), poison.isfinite())
+        kept = [torch.equal(x[0], old) for x, old in zip((*model.parameters(), *moments), before)]
+        assert all(kept) if step in bad_steps else not any(kept)
     for p, q in zip(model.parameters(), alone.parameters()):
-        torch.testing.assert_close(p[1], q[0], rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(tasks, "STEPS", 3)
-    monkeypatch.setattr(csp, "DROPOUT", 1.0)  # 0 / 0 at the head
-    s = tasks.Settings("rnn", "parity", 1, 2, 4, [4], 4, 1e-3)
-    assert [e["skipped"] for e in tasks.train(s, [1], torch.device("cpu"))[0] if "skipped" in e] == [3, 6, 6]
-
-
-@pytest.fixture
-def short_tasks(monkeypatch):
-    monkeypatch.setattr(tasks, "STEPS", 2)
-    monkeypatch.setattr(tasks, "EVAL_SAMPLES", 20)
-    monkeypatch.setattr(tasks, "WATCH_SAMPLES", 10)
+        torch.testing.assert_close(p[1], q[0], rtol=1e-4, atol=1e-5)
 
 
 def test_tasks_program(program, short_tasks, monkeypatch):
@@ -6068,36 +6048,37 @@ def test_tasks_program(program, short_tasks, monkeypatch):
     assert events[0]["settings"]["seed"] == 2 and events[0]["data"]["classes"] == 5
     assert len(events[3]["acc_by_pos"]) == 4
     assert np.mean(events[3]["acc_by_pos"]) == pytest.approx(events[3]["acc"], abs=1e-3)
-    times = {log: log.stat().st_mtime_ns for log in logs}
-    trained = []
-    real = tasks.train
-    monkeypatch.setattr(
-        tasks, "train", lambda s, seeds, device: trained.append((s.model, seeds)) or real(s, seeds, device)
-    )
+    times, trained, real = {log: log.stat().st_mtime_ns for log in logs}, [], tasks.train
+    monkeypatch.setattr(tasks, "train", lambda s, seeds, _: trained.append((s.model, seeds)) or real(s, seeds, _))
+    monkeypatch.setattr(report, "save_figure", lambda plt, fig, path: plt.close(fig), raising=False)
     assert program(tasks, *argv, "--seeds", "1-3")[0] == 0
     assert trained == [("csp-vanilla", [3]), ("rnn", [3])] * 2
     assert all(log.stat().st_mtime_ns == t for log, t in times.items())
     code, again, _ = program(report, *sorted(Path("here").glob("*-s?")), "--out", "there")
     assert code == 0
     assert Path("there/tables.md").read_text() in again
+    argv[3] = "complex-rnn,rnn"  # what the second says of its folder is told before the first is trained
     code, out, err = program(tasks, *argv, "--seeds", 1, "--lr", 2e-3)
-    assert code == 2 and "lr 0.001 there, 0.002 here" in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and "lr 0.001 there, 0.002 here" in err and err.count("\n") == 1
 
 
-def test_train_hands_over_to_tasks(program, short_tasks):
+def test_train_hands_over_to_tasks(program, short_tasks, no_figures):
     for flag in (["--task", "mod5"], ["--task=mod5"]):
         code, out, _ = program(train, *flag, "--model", "rnn", "--epochs", 1, "--lengths", 4, "--out", f"o{len(flag)}")
         assert code == 0 and "rnn on mod5" in out
     assert program(train, "--task", "mod5", "--size", "tiny")[0] == 2
 
 
-def test_tasks_stopped_between_runs_go_on(program, short_tasks, monkeypatch):
-    real, argv = tasks.train, ["--model", "rnn,csp-fast", "--epochs", 1, "--lengths", 4, "--out", "here"]
+QUICK = ["--model", "rnn", "--epochs", 1, "--lengths", "4,6", "--out", "here"]
 
-    def interrupted(s, seeds, device):
+
+def test_tasks_stopped_between_runs_go_on(program, short_tasks, no_figures, monkeypatch):
+    real, argv = tasks.train, [*QUICK, "--model", "rnn,csp-fast"]
+
+    def interrupted(s, *args):
         if s.model == "csp-fast":
             raise KeyboardInterrupt
-        return real(s, seeds, device)
+        return real(s, *args)
 
     monkeypatch.setattr(tasks, "train", interrupted)
     assert program(tasks, *argv)[0] == 130
@@ -6109,114 +6090,143 @@ def test_tasks_stopped_between_runs_go_on(program, short_tasks, monkeypatch):
 
 TASK_FAULTS = [
     (["--task", "dyck1", "--lengths", "4097"], "--task dyck1 takes lengths up to 4096"),
-    (["--model", "all,rnn"], "names a model twice"),
-    (["--seeds", "\u0663"], "--seeds"),
-    (["--seeds", "0-1000"], "a range goes up"),
-    (["--task", "mod1"], "unknown task 'mod1'"),
-    (["--task", "mod100"], "unknown task"),
-    (["--task", "mod03"], "unknown task"),
-    (["--task", ""], "unknown task"),
+    (["--task", "mod1"], "unknown task 'mod1'; known: parity, dyck1, dyck1-iid, s3, mod2 ... mod99"),
+    *((["--task", name], "unknown task") for name in ("mod100", "mod03", "", "parity,")),
     (["--task", "parity,parity"], "names a task twice"),
     (["--model", "csp"], "unknown model 'csp'; known: csp-vanilla"),
     (["--model", ""], "unknown model"),
-    (["--model", "rnn,rnn"], "names a model twice"),
+    *((["--model", names], "names a model twice") for names in ("rnn,rnn", "all,rnn")),
     (["--model", "csp-fast:classes=3"], "no setting 'classes=3'"),
-    (["--model", "csp-fast:scan=wrong"], "unknown scan 'wrong'; known: sequential"),
+    (["--model", "csp-fast:V=9"], "no setting 'V=9'"),
+    (["--model", "csp-fast:scan=wrong"], "unknown scan 'wrong'; known: associative, sequential"),
+    (["--model", "csp-vanilla:carry=x"], "unknown carry 'x'; known: normalised, linear"),
+    (["--model", "signed-mamba:transition=x"], "unknown transition 'x'; known: fixed, input"),
     (["--model", "csp-vanilla:scan=associative"], "needs carry=linear"),
     (["--model", "csp-fast:skip=prev"], "needs carry=normalised"),
-    (["--model", "csp-fast:layers=0"], "at least 1"),
+    (["--model", "csp-fast:layers=0"], "layers must be at least 1"),
     (["--model", "decoder:heads=5"], "divisor"),
     (["--model", "rnn:hidden=x"], "hidden=x is not int"),
     (["--model", "hmamba:nope=1"], "no setting 'nope=1'"),
-    (["--seeds", "42-"], "--seeds '42-'"),
-    (["--seeds", "5-3"], "a range goes up"),
-    (["--seeds", ""], "--seeds ''"),
+    *((["--seeds", text], f"--seeds '{text}'") for text in ("42-", "", "-1", "\u0663")),
+    *((["--seeds", text], "a range goes up") for text in ("5-3", "0-1000")),
     (["--seeds", "1,1"], "names a seed twice"),
-    (["--seeds", "-1"], "--seeds"),
     (["--lengths", "0"], "--lengths must lie"),
     (["--lengths", "16,x"], "--lengths '16,x'"),
     (["--train_length", "0"], "--train_length must lie"),
     (["--epochs", "0"], "--epochs must be at least 1"),
     (["--batch", "0"], "--batch must be at least 1"),
-    (["--lr", "0"], "--lr must be above 0"),
-    (["--lr", "nan"], "--lr must be above 0"),
+    *((["--lr", text], "--lr must be above 0") for text in ("0", "nan")),
     (["--device", "tpu"], "unknown device"),
     (["--wrong"], "--wrong"),
-]
+    *((["--model", "rnn,csp-fast", "--backend", name], message) for name, message in
+      (("tritn", "csp-fast: unknown NANOHILBERT_BACKEND 'tritn'"), ("triton", "csp-fast: backend='triton'"))),
+    *((["--model", "rnn", "--out", out], f"cannot write into {out}") for out in ("text.txt", "text.txt/x", "/dev/null/x")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("argv", "message"), TASK_FAULTS, ids=[" ".join(a) for a, _ in TASK_FAULTS])
-def test_task_faults(program, argv, message):
+def test_task_faults(program, monkeypatch, argv, message):
+    """One line, before anything is trained or made. (--backend stands for the environment variable.)"""
+    monkeypatch.setattr(tasks, "train", lambda *_: pytest.fail("it trained"))
+    if "--backend" in argv:
+        monkeypatch.setenv("NANOHILBERT_BACKEND", argv[-1])
+        argv = argv[:-2]
     code, out, err = program(tasks, *argv)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
-    assert not Path("runs").exists()
-
-
-def test_a_bad_out_is_found_before_training(program, short_tasks, monkeypatch):
-    monkeypatch.setattr(tasks, "train", lambda *_: pytest.fail("it trained"))
-    Path("file").touch()
-    for out in ("file", "file/below", "/dev/null/x"):
-        code, text, err = program(tasks, "--model", "rnn", "--out", out)
-        assert (code, text) == (2, "") and err.startswith(f"error: cannot write into {out}") and err.count("\n") == 1
+    assert [p.name for p in Path().iterdir()] == ["text.txt"]
 
 
 def test_tasks_out_of_memory_is_one_line(program, short_tasks):
-    code, out, err = program(tasks, "--model", "rnn", "--batch", 10**14, "--out", "here")  # 12 petabytes
+    code, out, err = program(tasks, *QUICK, "--batch", 10**14)  # 12 petabytes
     assert (code, out, err) == (2, "", "error: out of memory: take a smaller model, batch or length\n")
 
 
-def test_reports_hold_all_finished_runs_of_the_folder(program, short_tasks):
-    argv = ["--epochs", 1, "--lengths", 4, "--out", "here"]
-    assert program(tasks, "--model", "rnn", *argv)[0] == 0
-    code, out, _ = program(tasks, "--model", " decoder, csp-fast ", *argv)
+def test_reports_hold_all_finished_runs_of_the_folder(program, short_tasks, no_figures):
+    """Not those that were cut, copied or damaged, and not those of other programs: these are named."""
+    assert program(tasks, *QUICK)[0] == 0
+    write_log(Path("here/text"), "hmamba", [8, 3])
+    shutil.copytree("here/rnn-mod3-s42", "here/copy")
+    shutil.copytree("here/rnn-mod3-s42", "here/damaged")
+    Path("here/damaged/log.jsonl").write_text("{}")
+    code, out, err = program(tasks, *QUICK, "--model", " decoder, csp-fast ")
     assert code == 0 and all(f"| {model} |" in out for model in ("rnn", "decoder", "csp-fast"))
     assert "| rnn |" in Path("here/tables.md").read_text()
+    assert [name in err for name in ("here/text", "here/damaged", "copy")] == [True, True, False]
     cut = Path("here/rnn-mod3-s42/log.jsonl")
     whole = cut.read_text()
     cut.write_text(whole[: whole.rindex('{"event": "final"')])  # it is trained again
-    code, out, _ = program(tasks, "--model", "rnn", *argv)
+    code, out, _ = program(tasks, *QUICK)
     assert code == 0 and "rnn on mod3, seeds 42" in out
     assert report.read_log(cut)[-1]["event"] == "final"
 
 
-def damage(event, /, **changes):
-    """A function that changes the first such event in a log; None as value: the key is removed."""
+def test_extras_end_no_task(program, short_tasks, monkeypatch):
+    """A figure that cannot be drawn, a clock set back, the variables of torchrun, a log that cannot be written: the results
+    are printed. A home directory is one."""
+    monkeypatch.setattr(report, "plot_seeds", lambda *_: 1 / 0)
+    for name, value in (("HOME", os.getcwd()), ("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "")):
+        monkeypatch.setenv(name, value)
+    now = iter(range(10**9, 0, -3600))
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    code, out, err = program(tasks, *QUICK, "--out", "~/here")
+    assert code == 0 and "| rnn |" in out and "rnn on mod3, seeds 42" in out
+    assert err.startswith("note: ") and "division by zero" in err and err.count("\n") == 1
+    assert all(0 <= e["time_s"] < 1000 for e in report.read_log("here/rnn-mod3-s42"))
+    monkeypatch.setattr(data, "replace_file", lambda *_: os.write(-1, b""))
+    code, out, err = program(tasks, *QUICK, "--seeds", 7)
+    assert code == 2 and "rnn on mod3, seeds 7" in out and "cannot write here/rnn-mod3-s7" in err
 
-    def change(events):
-        found = next(e for e in events if e["event"] == event)
-        found.update(changes)
-        for key in [key for key, value in changes.items() if value is None]:
-            del found[key]
 
-    return change
+def test_one_command_at_a_time_works_in_a_folder(program, short_tasks, no_figures):
+    assert program(tasks, *QUICK)[0] == 0
+    with sample.hold(Path("here")):
+        before = {p: p.is_file() and p.read_bytes() for p in Path("here").rglob("*")}
+        code, out, err = program(tasks, *QUICK, "--seeds", 7)
+        assert (code, out) == (2, "") and f"here is in use by process {os.getpid()}" in err and err.count("\n") == 1
+        assert {p: p.is_file() and p.read_bytes() for p in Path("here").rglob("*")} == before
+    assert program(tasks, *QUICK, "--seeds", 7)[0] == 0
 
 
-@pytest.mark.parametrize("change", [
-    damage("header", settings=[]), damage("header", settings={"task": "mod3"}), damage("header", params=3),
-    damage("header", params={"x": 1}), damage("header", data={"name": "mod3"}), damage("eval", acc_by_pos=[1.0]),
-    damage("eval", length=None), damage("eval", length=5), damage("eval", event="note"), damage("final", skipped=None), list.clear,
+@pytest.fixture(scope="module")
+def task_run():
+    """The log of a run of QUICK, trained once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("STEPS", 2), ("EVAL_SAMPLES", 20), ("WATCH_SAMPLES", 10)):
+            patch.setattr(tasks, name, value)
+        return tasks.train(tasks.Settings("rnn", "mod3", 42, 1, 16, [4, 6], 64, 1e-3), [42], DEVICE)[0]
+
+
+@pytest.mark.parametrize(("event", "changes"), [
+    ("header", {"settings": []}), ("header", {"settings": {"task": "mod3"}}), ("header", {"params": 3}),
+    ("header", {"params": {"x": 1}}), ("header", {"data": {"name": "mod3"}}), ("eval", {"acc_by_pos": [1.0]}),
+    ("eval", {"length": None}), ("eval", {"length": 5}), ("eval", {"event": "note"}), ("final", {"skipped": None}), (None, {}),
 ])  # fmt: skip
-def test_damaged_task_logs_are_named(program, short_tasks, change):
-    argv = ["--model", "rnn", "--epochs", 1, "--lengths", "4,6", "--out", "here"]
-    assert program(tasks, *argv)[0] == 0
+def test_damaged_task_logs_are_named(program, task_run, event, changes):
+    """None: the key, or the whole log, is missing."""
+    events = copy.deepcopy(task_run) if event else []
+    for e in [e for e in events if e["event"] == event][:1]:
+        e |= changes
+        for key in [key for key, value in changes.items() if value is None]:
+            del e[key]
     path = Path("here/rnn-mod3-s42/log.jsonl")
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    change(events)
+    path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(e) + "\n" for e in events))
-    for module, given in ((tasks, argv), (report, [path.parent])):
+    for module, given in ((tasks, QUICK), (report, [path.parent])):
         code, out, err = program(module, *given)
         assert (code, out) == (2, "") and "rnn-mod3-s42" in err and err.count("\n") == 1
         assert ("remove here/rnn-mod3-s42" in err) == (module is tasks)
 
 
-def test_skipped_steps_are_told(program, short_tasks, monkeypatch):
+def test_skipped_steps_are_told(program, short_tasks, no_figures, monkeypatch):
     monkeypatch.setattr(csp, "DROPOUT", 1.0)  # 0 / 0 at the head
-    code, out, _ = program(tasks, "--model", "rnn", "--epochs", 3, "--lengths", 6, "--seeds", "1,2", "--out", "here")
+    code, out, _ = program(tasks, *QUICK, "--epochs", 3, "--seeds", "1,2")
     assert code == 0
     assert "12 steps skipped, as their gradients were not finite" in out
     assert "not finite: 12 of all runs" in out
     assert re.search(r"\| mod3 \| rnn \| 2 \| \d\.\d+ \| - \|", out)  # the paper's spread is that at length 64
+    events = map(json.loads, Path("here/rnn-mod3-s1/log.jsonl").read_text().splitlines())
+    assert [e["skipped"] for e in events if "skipped" in e] == [2, 4, 6, 6]
 
 
 def test_tokens_without_their_merges_do_not_train(program, monkeypatch):
@@ -6233,33 +6243,33 @@ def test_tokens_without_their_merges_do_not_train(program, monkeypatch):
     assert not Path("run").exists()
 
 
-def test_seeds_of_language_models_differ():
-    a, b = (tasks.build("hmamba:L=1", 2, [seed]) for seed in (1, 2))
-    assert not torch.equal(next(a.parameters()), next(b.parameters()))
-
-
-@pytest.mark.parametrize("name", sample.MODELS)
-def test_language_models_do_tasks(program, short_tasks, name):
-    code, out, err = program(
-        tasks, "--model", f"{name}:L=1", "--task", "mod5", "--epochs", 1, "--lengths", "4,20", "--seeds", "1,2"
-    )
+@pytest.mark.parametrize("name", [*sample.MODELS, "csp-fast"])
+def test_a_new_task_is_an_entry(program, short_tasks, no_figures, monkeypatch, name):
+    """Four symbols and five classes, of which the last position counts. Language models get them too, seeds apart."""
+    draw = lambda rng, n, length: (rng.randint(0, 4, (n, length)), np.tile(np.arange(length) % 5, (n, 1)))
+    monkeypatch.setitem(tasks.TASKS, "toy", tasks.Task(4, 5, draw, first=-1))
+    layers = "layers=1" if name == "csp-fast" else "L=1"
+    code, out, err = program(tasks, *QUICK, "--model", f"{name}:{layers}", "--task", "toy", "--seeds", "1,2")
     assert (code, err) == (0, "")
-    assert f"| {name}:L=1 |" in out
-    model = tasks.build(name, 5, [1]).model
-    assert (model.config.D, model.config.L, model.config.V) == (32, 3, 5)
+    assert f"| {name}:{layers} |" in out
+    for e in [e for e in report.read_log(f"here/{name}_{layers.replace('=', '_')}-toy-s2") if e["event"] == "eval"]:
+        assert e["acc"] == pytest.approx(e["acc_by_pos"][-1], abs=1e-3)
+    a, b = (tasks.build(name, "toy", [seed]) for seed in (1, 2))
+    assert not torch.equal(next(a.parameters()), next(b.parameters()))
+    if name in sample.MODELS:
+        assert (a.model.config.D, a.model.config.L, a.model.config.V) == (32, 3, 5)
 
 
 def test_complex_rnn_generalises_after_two_epochs():
     """The whole loop learns: parity at four times the training length."""
-    s = tasks.Settings("complex-rnn", "parity", 1, 2, 16, [16, 64], 64, 1e-3)
-    events = tasks.train(s, [1], torch.device("cpu"))[0]
+    events = tasks.train(tasks.Settings("complex-rnn", "parity", 1, 2, 16, [16, 64], 64, 1e-3), [1], DEVICE)[0]
     assert report.accuracies(events)[64] > 0.98
     assert events[1]["loss"] > 5 * events[2]["loss"]
 
 
 def test_token_angles():
     """A projection that turns by 2.5 at symbol 1 and by -1 at symbol 0 is read back."""
-    model = tasks.build("csp-vanilla:layers=1", 2, [1, 2])
+    model = tasks.build("csp-vanilla:layers=1", "parity", [1, 2])
     block = model.blocks[0]
     with torch.no_grad():
         model.embedding.weight.zero_()
@@ -6267,8 +6277,8 @@ def test_token_angles():
         block.W_theta.weight.zero_()
         for symbol, angle in ((0, -1.0), (1, 2.5)):
             block.W_theta.weight[:, symbol] = torch.tensor([math.cos(angle), math.sin(angle)]).atanh()
-    (first, _) = tasks.token_angles(model, "parity", [1, 2], "cpu")["theta"]
-    assert first == [[[-1.0, 1.0], [2.5, 1.0]]]
+    assert tasks.token_angles(model, "parity", [1, 2], "cpu")["theta"] == [[[[-1.0, 1.0], [2.5, 1.0]]]] * 2
+    assert tasks.token_angles(tasks.build("csp-fast", "s3", [1]), "s3", [1], "cpu") == {}
 
 
 def test_paper_tables_of_tasks():
@@ -6289,16 +6299,15 @@ def test_mean_interval():
     assert 1 < half / (1.972 * np.std(values, ddof=1) / 200**0.5) < 1.04  # 1.972: the quantile for 199
 
 
-def test_task_report_refuses_what_does_not_belong_together(program, short_tasks):
-    for out, epochs in (("a", 1), ("b", 2)):
-        assert program(tasks, "--model", "rnn", "--epochs", epochs, "--lengths", 4, "--out", out)[0] == 0
-    run = Path("a/rnn-mod3-s42")
-    shutil.copytree(run, "copy")
-    shutil.copytree(run, "unfinished")
-    lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
-    Path("unfinished/log.jsonl").write_text("".join(lines[:-1]))
+def test_task_report_refuses_what_does_not_belong_together(program, task_run):
+    def put(name, events, **settings):
+        events = [events[0] | {"settings": events[0]["settings"] | settings}, *events[1:]]
+        Path(name).mkdir()
+        Path(name, "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+    put("a", task_run), put("b", task_run, epochs=2), put("copy", task_run), put("unfinished", task_run[:-1])
     write_log(Path("text"), "hmamba", [8, 3])
-    for runs, message in [(("a/rnn-mod3-s42", "b/rnn-mod3-s42"), "epochs is 1 and 2"), (("copy", "a/rnn-mod3-s42"), "two runs of rnn"),
+    for runs, message in [(("a", "b"), "epochs is 1 and 2"), (("copy", "a"), "two runs of rnn"),
                           (("unfinished",), "not finished"), (("copy", "text"), "do not go into one report")]:  # fmt: skip
         code, out, err = program(report, *runs)
         assert (code, out) == (2, "") and message in err and err.count("\n") == 1
@@ -6307,27 +6316,15 @@ def test_task_report_refuses_what_does_not_belong_together(program, short_tasks)
 # ----------------------------------------------------------------------------------------------------------------------
 # The GPU part of the benchmark, on the CPU
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def gpu_part(monkeypatch):
     """GPU sections on the CPU: what the child does happens here, at tiny shapes, and every repetition takes 0.1 s.
 
     Returns a function that takes the names of sections and gives their tables, as (title, columns, list of rows)."""
-
-    class Pipe(list):
-        send = list.append
-
-    def in_process(jobs, deadline, patience):
-        pipe, handler = Pipe(), signal.getsignal(signal.SIGINT)
-        bench.work_off(pipe, jobs)
-        signal.signal(signal.SIGINT, handler)
-        yield from (result for result, _ in pipe)
-
-    monkeypatch.setattr(bench, "results", in_process)
-    monkeypatch.setattr(bench, "timed", lambda once, device: once() is Ellipsis or 0.1)
-    args = argparse.Namespace(device=CPU, ceiling={}, deadline=0.0)
+    monkeypatch.setattr(bench, "results", lambda jobs, *_: [bench.attempt(*job)[0] for job in jobs])
+    monkeypatch.setattr(bench, "timed", lambda repetition, device: repetition() is Ellipsis or 0.1)
+    args = argparse.Namespace(device=DEVICE, ceiling={}, deadline=0.0)
 
     def run(*names):
         return [(title, columns, list(rows)) for title, columns, rows in bench.tables(args, bench.GPU_SECTIONS, names)]
@@ -6335,28 +6332,21 @@ def gpu_part(monkeypatch):
     return run
 
 
-def tiny(cases):
-    """Cases of a section at shapes that a CPU computes at once, one of each operation."""
-
-    def small(x):
-        return min(x, 16) if type(x) is int else x
-
-    seen = {
-        name: (name, shape, make, tuple(map(small, a)), *rest)
-        for name, shape, make, a, *rest in reversed(list(cases()))
-    }
-    return lambda: seen.values()
-
-
 def test_gpu_operations_are_timed_and_compared(gpu_part, monkeypatch):
+    """Cases of each section at shapes that a CPU computes at once, one of each operation."""
+
+    def tiny(cases):
+        seen = {case[0]: case for case in reversed(list(cases()))}
+        small = lambda x: min(x, 16) if type(x) is int else x
+        return lambda: [(*case[:3], tuple(map(small, case[3])), *case[4:]) for case in seen.values()]
+
     for module in ("fla", "fla.ops.hgrn", "fla.ops.simple_gla", "accelerated_scan", "accelerated_scan.complex"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(bench, "OPERATIONS", {name: tiny(cases) for name, cases in bench.OPERATIONS.items()})
     monkeypatch.setattr(bench, "copy", lambda: list)
-    tables = dict(zip(("ceiling", "scan", "born", "phase"), gpu_part("ceiling", "scan", "born", "phase")))
-    for _, columns, rows in tables.values():
-        for row in rows:
-            assert len(row) in (len(columns), 5)  # measured, or a line
+    sections = "ceiling", "scan", "born", "phase"
+    tables = dict(zip(sections, gpu_part(*sections)))
+    assert all(len(row) in (len(columns), 5) for _, columns, rows in tables.values() for row in rows)  # or a line
     ceiling = {row[3]: row[7] for row in tables["ceiling"][2]}
     assert ceiling == {"GB/s": 2 * 2**28 / 0.1 / 1e9, "TFLOP/s": 2 * 8192**3 / 0.1 / 1e12}
     peers = [row[0].startswith("fla") for row in tables["scan"][2]]
@@ -6368,19 +6358,15 @@ def test_gpu_operations_are_timed_and_compared(gpu_part, monkeypatch):
         assert (unit, *ms) == ("GB/s", 100, 100, 100)
         assert rate == pytest.approx(4 * numbers * 8 * 16 * 16 / 0.1 / 1e9)
         assert share == pytest.approx(rate / ceiling["GB/s"])
-    half, whole = (measured[name, "forward"][4] for name in ("cayley_scan, bf16", "cayley_scan"))
-    assert half / whole == pytest.approx(2 / 3, abs=0.01)  # 4 of 6 numbers are halved: h is float32, as always
-    for name, package in (("fla chunk_hgrn", "flash-linear-attention"), ("fla chunk_simple_gla, bfloat16", "flash-linear-attention"),
-                          ("accelerated_scan.complex.scan, a given", "accelerated-scan")):  # fmt: skip
+    half, full = (measured[name, "forward"][4] for name in ("cayley_scan, bf16", "cayley_scan"))
+    assert half / full == pytest.approx(2 / 3, abs=0.01)  # 4 of 6 numbers are halved: h is float32, as always
+    fla, ours = "flash-linear-attention", ("quadratic", "linear")
+    for name, package in {"fla chunk_hgrn": fla, "fla chunk_simple_gla, bfloat16": fla,
+                          "accelerated_scan.complex.scan, a given": "accelerated-scan"}.items():  # fmt: skip
         assert measured[name, "forward"][1:] == [f"not installed (pip install {package})"]
-    for name in (
-        "selective_scan",
-        "born_attention, quadratic",
-        "born_attention, linear",
-        "phase_memory, complex (PAM)",
-    ):
+    for name in ("selective_scan", "phase_memory, complex (PAM)", *(f"born_attention, {method}" for method in ours)):
         assert len(measured[name, "forward, backward"]) == 6
-    assert all(0 < row[5] for row in measured.values() if len(row) == 6)
+    assert all(row[5] > 0 for row in measured.values() if len(row) == 6)
 
 
 def test_gpu_rows_survive_failures_hangs_and_the_deadline(monkeypatch):
@@ -6388,39 +6374,52 @@ def test_gpu_rows_survive_failures_hangs_and_the_deadline(monkeypatch):
     monkeypatch.setattr(bench, "START", "fork")  # starts at once; nothing here uses torch
     jobs = [(os.getpid,), (math.sqrt, -1), (os.getpid,), (exec, "raise RuntimeError('CUDA error: misaligned')"), (os.getpid,),
             (os._exit, 3), (os.getpid,), (time.sleep, 60), (os.getpid,), (importlib.import_module, "no_such.x"), (time.sleep, 0)]  # fmt: skip
-    found = list(bench.results(jobs, time.perf_counter() + 30, 0.5))
+    found = list(bench.results(jobs, time.perf_counter() + 60, 2))
     first, error, same, spoilt, second, died, third, hung, fourth, missing, slept = found
     assert first == same
     assert len({first, second, third, fourth, os.getpid()}) == 5
     assert (error, spoilt) == ("failed: ValueError: math domain error", "failed: RuntimeError: CUDA error: misaligned")
-    assert (died, hung) == ("failed: its process ended with code 3", "left out: no result within 0.5 s")
+    assert (died, hung) == ("failed: its process died", "left out: no result within 2 s")
     assert (missing, slept) == ("not installed (pip install no-such)", None)
     for pid in (first, second, third, fourth):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     start = time.perf_counter()
-    found = list(bench.results([(math.sqrt, 4), (time.sleep, 60), (math.sqrt, 9), (math.sqrt, 16)], start + 0.5, 60))
+    found = list(bench.results([(math.sqrt, 4), (time.sleep, 600), (math.sqrt, 9), (math.sqrt, 16)], start + 3, 600))
     assert found == [2, *["left out: deadline"] * 3]
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 300
     assert list(bench.results([(math.sqrt, 4)], start, 60)) == ["left out: deadline"]
     assert sum(bench.SECONDS.values()) < 240 - 10  # four minutes with the start
     assert list(bench.SECONDS) == list(bench.GPU_SECTIONS)
 
 
-def test_deadlines_add_up(monkeypatch):
+def test_cpu_cases_run_where_peers_are_missing_or_fail(monkeypatch):
+    """In the order of the table: seconds of each round, or a line. Every case of ours makes something to repeat."""
+    monkeypatch.setitem(sys.modules, "mambapy", None)
+    monkeypatch.setattr(bench, "timeit", lambda repetition, number: repetition() is Ellipsis or 1.5)
+    broken = {"broken": lambda B, T: 1 / 0, "late": lambda B, T: lambda: 1 / 0}
+    monkeypatch.setitem(bench.CASES, "test", {"t": (bench.MAMBAS | broken, (1, 4), None)})
+    found = bench.take_turns("test", "t", 2)
+    assert list(found) == [*bench.MAMBAS, "broken", "late"]
+    assert found["nanoHilbert Mamba, mlp=0"] == found["nanoHilbert H-Mamba"] == [1.5, 1.5]
+    assert found["mambapy, pscan"] == "not installed (pip install mambapy)"
+    assert found["broken"] == found["late"] == "failed: ZeroDivisionError: division by zero"
+    monkeypatch.setattr(bench, "TOKENS", 8)
+    monkeypatch.setattr(bench, "CONTEXTS", (3,))
+    ours = [(make, 8) for make in (*bench.BORN.values(), *bench.LENGTHS.values())]
+    ours += [(make, *(2, 4)) for name, make in (bench.TRANSFORMERS | bench.MEMORIES).items() if "Hilbert" in name]
+    ours += [(make, 2, 3, 4, 5) for name, make in (bench.PHASE | bench.SELECTIVE).items() if "fla" not in name != bench.COPY]
+    ours += [(partial(bench.train_task, "rnn"),), (partial(bench.generate, "sam", 5),), (bench.scan_complex, 2, 3, 4)]
+    for make, *shape in ours:
+        make(*shape)()
+
+
+def test_deadlines_add_up():
     """What one section leaves of its time is the next one's."""
-    deadlines = {}
-
-    def section(args, name):
-        deadlines[name] = args.deadline
-        yield "title", ("what",), []
-
-    sections = {name: partial(section, name=name) for name in ("scan", "train")}
-    list(bench.tables(argparse.Namespace(deadline=100.0), sections, ["scan", "train"]))
-    assert deadlines == {
-        "scan": 100 + bench.SECONDS["scan"],
-        "train": 100 + bench.SECONDS["scan"] + bench.SECONDS["train"],
-    }
+    args, seen = argparse.Namespace(deadline=100.0), []
+    section = lambda args: seen.append(args.deadline) or []
+    list(bench.tables(args, {"scan": section, "train": section}, ["scan", "train"]))
+    assert seen == [100 + bench.SECONDS["scan"], 100 + bench.SECONDS["scan"] + bench.SECONDS["train"]]
 
 
 def test_json_is_whole_after_every_row(tmp_path, capsys):
@@ -6440,27 +6439,22 @@ def test_json_is_whole_after_every_row(tmp_path, capsys):
     assert (tmp_path / "x.md").read_text().startswith(printed)
 
 
-def test_micro_batch_is_halved_until_it_fits(monkeypatch):
-    tried, error = [], torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+@pytest.mark.parametrize(("most", "error", "tried"), [
+    (256, None, [256]), (40, None, [256, 128, 64, 32]), (1, None, [2**i for i in range(8, -1, -1)]),
+    (0, torch.OutOfMemoryError("Tried to allocate 2 GiB"), [2**i for i in range(8, -1, -1)]), (0, RuntimeError("illegal"), [256]),
+])  # fmt: skip
+def test_micro_batch_is_halved_until_it_fits(monkeypatch, most, error, tried):
     monkeypatch.setattr(bench.gc, "collect", list)  # of this process it takes long
+    seen = []
 
     def step(micro):
-        tried.append(micro)
+        seen.append(micro)
         if micro > most:
-            raise error
+            raise error or torch.OutOfMemoryError("CUDA out of memory.")
 
-    for most in (256, 40, 1):
-        tried.clear()
-        assert bench.fitting(step, 256) == {256: 256, 40: 32, 1: 1}[most]
-        assert tried == [2**i for i in range(8, -1, -1)][: len(tried)]
-    most = 0
-    with pytest.raises(torch.OutOfMemoryError):
-        bench.fitting(step, 256)
-    error = RuntimeError("illegal")
-    tried.clear()
-    with pytest.raises(RuntimeError, match="illegal"):
-        bench.fitting(step, 256)
-    assert tried == [256]
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
+        assert bench.largest_micro(step, 256) == tried[-1]
+    assert seen == tried
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -6476,75 +6470,72 @@ def test_training_step_of_the_benchmark(monkeypatch, compiled):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(self, idx, targets)
 
-    monkeypatch.setattr(bench, "timed", lambda once, device: once() or 2.0)
+    monkeypatch.setattr(bench, "timed", lambda repetition, device: repetition() or 2.0)
     monkeypatch.setattr(hmamba.HMamba, "forward", watched)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda m: layers.add(m) or compile(m, backend="eager"))
-    monkeypatch.setitem(train.PROTOCOLS, "tiny", train.PROTOCOLS["tiny"] | {"seq": 32})
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    result = bench.train_job(CPU, "hmamba", "tiny", compiled, 8)
+    result = bench.train_job(DEVICE, "hmamba", "tiny", 32, compiled, 8)
     steps = 3 + compiled  # one to find the micro-batch, one to compile, two that are timed
     assert calls == [((n, 32), True, True, True) for n in (8, 4, *[2] * steps)]
     assert len(set(moved)) == steps
     flops = 64 * hmamba.HMamba(hmamba.HMamba.SIZES["tiny"]).flops_per_token(32)
-    assert result == {"seconds": [2, 2], "micro": 2, "tokens": 64, "work": flops, "memory": None, "nominal": None}
+    assert result == {"seconds": [2, 2], "micro": 2, "tokens": 64, "work": flops, "memory": None}
     assert (len(layers), torch._dynamo.utils.counters["stats"]["unique_graphs"]) == ((4, 1) if compiled else (0, 0))
     torch.compiler.reset()
 
 
 def test_mfu_and_break_even(gpu_part, monkeypatch):
-    def fake(device, name, size, compiled):
+    def fake(device, name, size, seq, compiled):
+        assert (size, seq) == (("100m", 512) if name in ("pam", "sam") else ("253m", 1024))
         if (name, compiled) == ("transformer", True):
             raise ValueError("no")
         seconds = {"hmamba": 2.0, "mamba": 1.0}.get(name, 4.0) / (1 + compiled)
-        return {"seconds": [seconds, seconds], "micro": 8, "tokens": 8192, "work": 3e12, "memory": 1.5, "nominal": 6e12}
+        return {"seconds": [seconds, seconds], "micro": 8, "tokens": 8192, "work": 3e12, "memory": 1.5}
 
     monkeypatch.setattr(bench, "train_job", fake)
     (_, columns, rows), (_, _, even) = gpu_part("train")
-    assert [row[:3] for row in rows[:5]] == [["hmamba", "253m", "eager"], ["mamba", "253m", "eager"],
-        ["hmamba", "253m", "compiled"], ["mamba", "253m", "compiled"], ["htransformer", "253m", "eager"]]  # fmt: skip
-    assert {row[0] for row in rows} == set(sample.MODELS)
-    assert [row[:3] for row in rows[-2:]] == [["pam", "100m", "compiled"], ["sam", "100m", "compiled"]]
-    assert rows[0][3:] == [8, 2000, 2000, 2000, 4096, None, 0.25, 1.5]  # no ceiling was measured
-    assert [len(row) for row in rows] == [
-        4 if row[0] == "transformer" and row[2] == "compiled" else len(columns) for row in rows
-    ]
+    pairs = [names for names in zip(*[iter(sample.MODELS)] * 2)]
+    assert [(row[0], row[2]) for row in rows] == [(n, b) for pair in pairs for b in ("eager", "compiled") for n in pair]
+    assert rows[0][3:] == [8, 2000, 2000, 2000, 4096, None, 1.5]  # no ceiling was measured
+    assert all(len(row) == (4 if row[0] == "transformer" and row[2] == "compiled" else len(columns)) for row in rows)
     assert even[0] == ["HMamba must need fewer than 50.0 % of Mamba's steps", "eager", 0.5, 1 / 3, pytest.approx(2 / 3)]
     assert even[2] == ["HTransformer must need fewer than 100.0 % of Transformer's steps", "eager", 1, 1 / 2, 1 / 2]
     assert even[3] == ["HTransformer and Transformer", "compiled", "not both measured"]
     assert even[5] == ["PAM must need fewer than 100.0 % of SAM's steps", "compiled", 1, None, None]
     monkeypatch.setattr(bench, "OPERATIONS", {"ceiling": lambda: [("x", "", lambda: list, (), "TFLOP/s", {"-": 1e12})]})
     gpu_part("ceiling")  # in 0.1 s
-    assert gpu_part("train")[0][2][0][-3:] == [0.15, 0.25, 1.5]
+    assert gpu_part("train")[0][2][0][-2:] == [0.15, 1.5]
 
 
 def test_bench_runs_the_part_of_its_device(program, monkeypatch):
     def part(args):
         yield "rows", ("what", "n"), [["a", 1]]
 
+    for name, value in (("HOME", os.getcwd()), ("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(bench, "machine", lambda args: str(args.device))
     monkeypatch.setattr(bench, "CPU_SECTIONS", {"one": part})
     monkeypatch.setattr(bench, "GPU_SECTIONS", {"two": part, "three": part})
-    for device, sections, known in (("cpu", "two", "one"), ("cuda", "one", "two, three")):
-        monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu" if name == "auto" else name))
-        code, out, err = program(bench, "--device", device, "--sections", sections)
-        assert (code, out) == (2, "")
-        assert err == f"error: unknown section '{sections}'; known: {known} (see bench.py --help)\n"
+    monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu" if name == "auto" else name))
     code, out, _ = program(bench)
     assert (code, out) == (0, "cpu\n\n### rows\n\n| what | n |\n| --- | --- |\n| a | 1 |\n")
     assert {path.name for path in Path().iterdir()} == {"text.txt"}
-    assert program(bench, "--out", "x.md")[0] == 0
+    assert program(bench, "--out", "~/x.md")[0] == 0
     assert json.loads(Path("x.json").read_text())["tables"] == [
         {"title": "rows", "columns": ["what", "n"], "rows": [["a", 1]]}
     ]
     Path("y.json").touch()
-    for name, message in (
-        ("x.md", "File exists: 'x.md'"),
-        ("y.md", "File exists: 'y.json'"),
-        ("no/z.md", "No such file"),
-    ):
-        code, out, err = program(bench, "--out", name)
+    for argv, message in [(("--out", "x.md"), "File exists: 'x.md'"), (("--out", "y.md"), "File exists: 'y.json'"),
+                          (("--out", "no/z.md"), "No such file"), (("--threads", 0), "at least 1"),
+                          (("--sections", "two"), "unknown section 'two'; known: one (see bench.py --help)"),
+                          (("--device", "cuda", "--sections", "one"), "unknown section 'one'; known: two, three")]:  # fmt: skip
+        code, out, err = program(bench, *argv)
         assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
+    code, out, err = program(bench, "--out", "new.md")
+    assert (code, out) == (2, "") and "unknown NANOHILBERT_BACKEND 'tritn'" in err and not Path("new.md").exists()
+    monkeypatch.delenv("NANOHILBERT_BACKEND")
     assert program(bench, "--device", "cuda")[0] == 0
     (made,) = Path().glob("bench-*.json")
     assert [t["title"] for t in json.loads(made.read_text())["tables"]] == ["rows", "rows"]
