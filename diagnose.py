@@ -1,0 +1,455 @@
+"""What trained models hold, from their checkpoints: what the PAM paper looks for, and phases over a text.
+
+    python diagnose.py runs/pam-stdlib-tiny-s1 runs/sam-stdlib-tiny-s1    rank of the memory, repetition; tables and figures
+    python diagnose.py runs/pam* --wordnet data/wordnet                   of runs on GPT-2's tokens: also word pairs
+    python diagnose.py runs/hmamba-stdlib-tiny-s1 --prompt "def main("    phases and moduli of its state over a text
+
+Papers: PAM, "Phase-Associative Memory", sections II and III; QS (arXiv 2608.14691), sections 5.1 and 5.5. Of runs of pam and sam:
+the effective rank of the memory beside the same model at its initialisation, the repetition of the texts in the log and, with
+--wordnet, the phase coherence of word pairs. With --text or --prompt instead a picture a run: hue is the phase, brightness the
+modulus, of psi_t (hmamba), of the diagonal of the memory S_t (pam) or of the turned keys (htransformer). Real models have no phase.
+"""
+
+import codecs
+import math
+import os
+import statistics
+import warnings
+from functools import partial
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+import sample
+from data import InputError, Parser, cache_dir, command_line, explain
+from report import figure, markdown, mean_interval, read_log, show_report, style
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Effective rank of the memory (PAM section III)
+
+PAPER_RANK, PAPER_SETTLED = 10, 15  # about 10 of d = 64 within 10-15 tokens
+RANK_WINDOWS = 8  # of validation text
+
+
+def effective_rank(S):
+    """exp of the entropy of the normalised singular values of (..., n, n); 0 for a zero matrix."""
+    s = torch.linalg.svdvals(S)
+    p = s / s.sum(-1, keepdim=True).clamp(min=1e-30)
+    return torch.where(s.sum(-1) > 0, torch.exp(-torch.xlogy(p, p).sum(-1)), 0.0)
+
+
+def state_ranks(model, tokens, positions):
+    """Effective rank of the memories of a PAM or SAM that has read the first t of tokens (B, T), for each t of `positions`,
+    ascending: (positions, layers, H, B)."""
+    state, ranks = None, []
+    with torch.no_grad():
+        for begin, end in pairwise([0, *positions]):
+            _, _, state = model(tokens[:, begin:end], state=state)
+            memories = torch.stack([layer[0] for layer in state if layer is not None])  # (layers, B, H, d, d, 2)
+            memories = memories if model.real else torch.view_as_complex(memories.contiguous())
+            ranks.append(effective_rank(memories).transpose(1, 2))
+    return torch.stack(ranks)
+
+
+def ranks_table(positions, trained, untrained, after):
+    """Markdown: for each layer and head the effective rank after `after` tokens, and from there on its mean over positions,
+    with the lowest and the highest. trained, untrained: of state_ranks; means over the windows."""
+
+    def cell(curve):
+        return f"{curve.mean():.2f} ({curve.min():.2f}-{curve.max():.2f})"
+
+    first, rows = positions.index(after), []
+    for layer in range(trained.shape[1]):
+        for head in range(trained.shape[2]):
+            ours, fresh = (ranks[first:, layer, head].mean(-1) for ranks in (trained, untrained))
+            rows.append([layer, head, f"{ours[0]:.2f}", cell(ours), f"{fresh[0]:.2f}", cell(fresh)])
+    at, on = f"after {after} tokens", f"from there to {positions[-1]} (range)"
+    return markdown(["layer", "head", at, on, f"untrained, {at}", f"untrained, {on}"], rows)
+
+
+def plot_ranks(positions, trained, untrained, d, path):
+    """Effective rank against the tokens read, a line a layer (mean over heads and windows), into the PNG `path`. Grey: the
+    layers of the untrained model; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
+    import matplotlib
+
+    with figure(path, "Effective rank of the memory by the tokens read", height=3.4) as axes:
+        ax, colours = axes[0][0], matplotlib.colormaps["viridis"].resampled(trained.shape[1] + 1)
+        for curve in untrained.mean((2, 3)).T.tolist():
+            ax.plot(positions, curve, color="0.7", lw=1, label="untrained")
+        for layer, curve in enumerate(trained.mean((2, 3)).T.tolist()):
+            ax.plot(positions, curve, color=colours(layer), lw=1.5, label=f"layer {layer}")
+        ax.plot(positions, [min(t, d) for t in positions], ":", color="black", lw=1, label="bound")
+        if d == 64:
+            ax.axhline(PAPER_RANK, ls="--", color="#D55E00", lw=1, label="the paper's")
+        ax.set(xlabel="tokens read", ylabel=f"effective rank of S (of {d})", xscale="log", ylim=(0, 1.05 * d))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Repetition of generated texts (PAM section III)
+
+PAPER_REPETITION = {"3-gram": 0.034, "4-gram": 0.011, "unique": 0.703}  # of one sample
+PAPER_SAMPLE = 91  # tokens: the shortest text that has all three (3 of 89 3-grams, 1 of 88 4-grams, 64 of 91 tokens)
+SAMPLING = {"generated": "temperature 1, top-k 50, top-p 0.9, penalty 1.2", "sample": "temperature 0.8, top-k 50"}
+
+
+def repetition(tokens):
+    """PAM section III: {"3-gram": share of the 3-grams that occurred before, "4-gram": ..., "unique": distinct tokens
+    over tokens} of one sample, a list of tokens (or words)."""
+
+    def repeated(n):
+        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+    return {"3-gram": repeated(3), "4-gram": repeated(4), "unique": len(set(tokens)) / max(1, len(tokens))}
+
+
+def repetitions(texts, split):
+    """`repetition` of texts, {its key: [values]}, in pieces of PAPER_SAMPLE tokens, as all three numbers depend on the length;
+    a text of less is one piece. split: text -> list of tokens or words."""
+    found = []
+    for tokens in map(split, texts):
+        starts = range(0, max(1, len(tokens) - PAPER_SAMPLE + 1), PAPER_SAMPLE)
+        found += [repetition(tokens[i : i + PAPER_SAMPLE]) for i in starts]
+    return {key: [f[key] for f in found] for key in PAPER_REPETITION}
+
+
+def repetition_rows(events, windows, split, decode):
+    """Rows of a table: what the texts are, how many, and each kind of repetition with a 95 % interval; of the windows (B, T) of
+    real text, and of the texts that a run logged in the last tenth of its steps. split, decode: of `repetitions`, of a token."""
+    rows, end = [], 0.9 * events[-1]["step"]
+    texts = {"validation text": [b"".join(map(decode, window)).decode(errors="replace") for window in windows.tolist()]}
+    for event, how in SAMPLING.items():
+        texts[how] = [e["text"] for e in events if e["event"] == event and e["step"] >= end]
+    for how, of in texts.items():
+        if of:
+            intervals = map(mean_interval, repetitions(of, split).values())
+            cells = [f"{mean:.3f}" + ("" if half is None else f" +- {half:.3f}") for mean, half in intervals]
+            rows.append([how, len(of), *cells])
+    return rows
+
+
+def plot_repetition(curves, path):
+    """Repetition of generated texts against the training step, a line a run, into the PNG `path`; dashed grey: the paper's, of its
+    last epoch. curves: {run: (model, [step], {key of `repetition`: [mean]})}."""
+    with figure(path, "Repetition of the texts generated in training", 1, 3) as axes:
+        for ax, (key, paper) in zip(axes[0], PAPER_REPETITION.items()):
+            for name, (model, steps, means) in curves.items():
+                ax.plot(steps, means[key], marker=".", lw=1, label=name, **style(model))
+            ax.axhline(paper, ls="--", color="0.4", lw=1, label="the paper's")
+            title = "unique tokens" if key == "unique" else f"{key}s that occurred before"
+            ax.set(xlabel="optimization step", ylim=(0, None), title=title)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Phase coherence of word pairs (PAM section II, figure 3)
+
+WORDNET_URL = "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/corpora/wordnet.zip"  # WordNet 3.0
+
+
+REPAIRINGS = 100  # shuffles of the control
+
+
+def phase_coherence(embedding, pairs):
+    """Normalised conjugate inner product <z1|z2> / (|z1| |z2|) of token pairs (PAM section II, figure 3).
+
+    Args: embedding (V, D, 2) real pairs; pairs (n, 2) token ids.
+    Returns: coherence, its modulus, and phase, its angle in (-pi, pi], (n,) each."""
+    z = torch.view_as_complex(embedding.double().contiguous())
+    first, second = z[pairs[:, 0]], z[pairs[:, 1]]
+    product = (first.conj() * second).sum(-1) / (first.norm(dim=-1) * second.norm(dim=-1))
+    return product.abs(), product.angle()
+
+
+def word_tokens(tokens, decode):
+    """{word: its token} of the tokens in `tokens` (size,) that are a space and then the word. decode: token -> bytes."""
+    blocks = np.array_split(tokens, 1 + len(tokens) // (1 << 22))  # a large map is never copied whole
+    seen = {token: decode(token) for token in set().union(*(np.unique(block).tolist() for block in blocks))}
+    return {text[1:].decode(errors="replace"): token for token, text in seen.items() if text.startswith(b" ")}
+
+
+def wordnet_pairs(folder):
+    """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv.
+
+    Returns: (synonyms, antonyms), sets of (lemma, lemma) in alphabetical order, spaces for underscores; what is both is in
+        neither. Raises InputError for a file that is missing or not WordNet's."""
+    words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
+    for pos in ("noun", "verb", "adj", "adv"):
+        path = Path(folder) / f"data.{pos}"
+        with explain(f"read WordNet's {path.name} (unzip {WORDNET_URL} in {cache_dir()} and name {cache_dir() / 'wordnet'}, or "
+                     "/usr/share/wordnet of Debian's package wordnet-base)"):  # fmt: skip
+            lines = path.read_text(encoding="latin-1").splitlines()
+        try:
+            for line in lines:
+                if line.startswith("  "):  # the licence
+                    continue
+                fields = line.partition(" | ")[0].split(" ")
+                key, count = (pos, fields[0]), int(fields[3], 16)
+                lemmas = [word.partition("(")[0].replace("_", " ") for word in fields[4 : 4 + 2 * count : 2]]
+                words[key], at = lemmas, 5 + 2 * count  # behind the number of pointers
+                for i in range(at, at + 4 * int(fields[at - 1]), 4):
+                    symbol, offset, other, places = fields[i : i + 4]
+                    if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
+                        other = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}[other]
+                        source, target = (int(n, 16) for n in (places[:2], places[2:]))
+                        opposites.append(((key, source), ((other, offset), target)))
+        except (ValueError, IndexError, KeyError):
+            raise InputError(f"{path} is not a data file of WordNet: {line[:60]!r}") from None
+    synonyms = {tuple(sorted(pair)) for lemmas in words.values() for pair in combinations(set(lemmas), 2)}
+    antonyms = {tuple(sorted(words[key][n - 1] for key, n in pair)) for pair in opposites}
+    antonyms = {(a, b) for a, b in antonyms if a != b}  # WordNet 3.0 opposes two meanings of "kern"
+    return synonyms - antonyms, antonyms - synonyms
+
+
+def near_zero(phase):
+    """Share of angles within pi/4 of 0."""
+    return (phase.abs() < math.pi / 4).double().mean().item()
+
+
+def coherence_groups(embedding, untrained, pairs, ids, seed=1):
+    """Phase coherence of word pairs, beside shuffled pairs of the same words (PAM section II, figure 3).
+
+    Args: embedding, untrained (V, D, 2); pairs {name: set of (word, word)}; ids {word: token}. Pairs with a word that is not in
+        `ids` are dropped. A group "random" is added: as many pairs as the first group has, of the words of all.
+    Returns: {name: dict} with n; words, how many there are; coherence and phase (n,); untrained, the mean coherence there; and of
+        each of REPAIRINGS shuffles of the second words its mean coherence, shuffled, and its near_zero, shuffled_near.
+        Raises InputError if less than two pairs are left."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding, untrained = embedding.double(), untrained.double()  # once for all calls of phase_coherence
+    tokens = {
+        name: torch.tensor([[ids[a], ids[b]] for a, b in sorted(group) if a in ids and b in ids])
+        for name, group in pairs.items()
+    }
+    tokens = {name: group for name, group in tokens.items() if len(group) > 1}
+    if not tokens:
+        raise InputError(
+            "fewer than two pairs of WordNet's words are tokens that occur in the training text: train on more"
+        )
+    words, n = torch.cat([*tokens.values()]).unique(), len(next(iter(tokens.values())))
+    draws = words[torch.randint(len(words), (2 * n + 8, 2), generator=generator)]
+    tokens["random"] = draws[draws[:, 0] != draws[:, 1]][:n]
+    found = {}
+    for name, group in tokens.items():
+        g = found[name] = {"n": len(group), "words": len(group.unique()), "shuffled": [], "shuffled_near": []}
+        g["coherence"], g["phase"] = phase_coherence(embedding, group)
+        g["untrained"] = phase_coherence(untrained, group)[0].mean().item()
+        for _ in range(REPAIRINGS):
+            again = torch.stack((group[:, 0], group[torch.randperm(len(group), generator=generator), 1]), 1)
+            coherence, phase = phase_coherence(embedding, again[again[:, 0] != again[:, 1]])
+            g["shuffled"].append(coherence.mean().item())
+            g["shuffled_near"].append(near_zero(phase))
+    return found
+
+
+def coherence_table(groups):
+    """Markdown of coherence_groups. The interval of the mean takes pairs as independent, though they share words; the range
+    of the shuffled means does not."""
+    rows = []
+    for name, g in groups.items():
+        (mean, half), quantiles = mean_interval(g["coherence"].tolist()), statistics.quantiles(g["shuffled"], n=40)
+        shuffled = f"{statistics.fmean(g['shuffled']):.4f} ({quantiles[0]:.4f}-{quantiles[-1]:.4f})"
+        rows.append([name, g["n"], g["words"], f"{mean:.4f} +- {half:.4f}", shuffled, f"{g['untrained']:.4f}",
+                     f"{near_zero(g['phase']):.3f}", f"{statistics.fmean(g['shuffled_near']):.3f}"])  # fmt: skip
+    head = ["pairs", "n", "words", "coherence", "shuffled (95 % of shuffles)", "untrained",
+            "phases within pi/4 of 0", "shuffled"]  # fmt: skip
+    return markdown(head, rows)
+
+
+def plot_coherence(groups, path):
+    """PAM figure 3: coherence against phase, a panel for each group of coherence_groups, into the PNG `path`."""
+    with figure(path, "Phase coherence of word pairs", 1, len(groups), 2.8, sharey=True) as axes:
+        for i, (ax, (name, g)) in enumerate(zip(axes[0], groups.items())):
+            ax.plot(g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=f"C{i}")
+            ax.axhline(g["coherence"].mean(), ls="--", lw=1.2, color="black", label="mean")
+            ax.axhline(statistics.fmean(g["shuffled"]), ls=":", lw=1.2, color="black", label="mean of shuffled pairs")
+            ax.set(xlabel="phase of <z1|z2>, radians", title=f"{name}, n = {g['n']:,}", xlim=(-math.pi, math.pi))
+        axes[0][0].set(ylabel="coherence", ylim=(0, None))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Phases over a text
+
+DRAWN = {"hmamba": "state psi_t", "pam": "diagonal S_jj of the memory S_t", "htransformer": "turned keys k_t"}
+MOST_TOKENS, MOST_LAYERS, MOST_HEADS, MOST_ROWS = 64, 4, 4, 16  # in a picture; rows: complex numbers of a head
+
+
+def complex_states(model, idx):
+    """What DRAWN says, of an H-Mamba, PAM or H-Transformer that reads idx (1, T): complex (layers, heads, numbers, T), or None if
+    it is real."""
+    if model.real if hasattr(model, "real") else getattr(model.config, "field", "real") == "real":
+        return None
+    if hasattr(model.layers[0], "e"):  # H-Transformer: where gradients are kept, its state holds every key
+        with torch.enable_grad():
+            _, _, state = model(idx)
+        keys = torch.stack([past[-2][0].detach() for *_, past in state])  # (L, H, T, N, 2), or with N and 2 as one axis
+        return torch.view_as_complex(keys.reshape(*keys.shape[:3], -1, 2)).transpose(2, 3)
+    states, state = [], model.init_state(1)
+    for token in idx[0]:
+        with torch.no_grad():
+            _, state = model.step(token[None], state)
+        if hasattr(model, "real"):  # PAM
+            memories = torch.stack([layer[0][0] for layer in state if layer])  # (L, H, d, d, 2)
+            states.append(torch.view_as_complex(memories).diagonal(dim1=2, dim2=3))
+        else:
+            psi = torch.stack([psi[0] for _, psi in state])  # (L, H N, 2)
+            states.append(torch.view_as_complex(psi.contiguous()).unflatten(1, (model.config.H, -1)))
+    return torch.stack(states, -1)
+
+
+def plot_phases(z, labels, title, path):
+    """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T), into the PNG `path`."""
+    import matplotlib
+
+    layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
+    with warnings.catch_warnings(), figure(path, title, len(layers), 1, 2, colours=256) as axes:
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a character that the font does not have is a box
+        for (ax,), layer in zip(axes, layers):
+            shown = z[layer, :MOST_HEADS, :MOST_ROWS].numpy()
+            heads, rows, T = shown.shape
+            largest = np.quantile(np.abs(shown), 0.95, axis=(1, 2), keepdims=True).clip(1e-30)
+            bright = (np.abs(shown) / largest).clip(0, 1) ** 0.5
+            hue = matplotlib.colormaps["hsv"](np.angle(shown) / (2 * np.pi) + 0.5)[..., :3]
+            ax.imshow((hue * bright[..., None]).reshape(-1, T, 3), aspect="auto", interpolation="nearest")
+            ax.hlines(np.arange(1, heads) * rows - 0.5, -0.5, T - 0.5, color="white", lw=1.5)
+            ax.set_yticks(np.arange(heads) * rows + (rows - 1) / 2, [f"head {i}" for i in range(heads)])
+            ax.set_xticks(range(T), labels, family="monospace", rotation=90 * any(len(x) > 1 for x in labels), parse_math=False)
+            ax.set(title=f"layer {layer}")
+            ax.tick_params(length=0)
+            ax.grid(False)
+        phase = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-math.pi, math.pi), "hsv")
+        bar = ax.figure.colorbar(phase, ax=axes, aspect=40, ticks=(-math.pi, 0, math.pi), pad=0.01)
+        bar.ax.set_yticklabels(("-pi", "0", "pi"))
+        bar.set_label("phase (hue)")
+
+
+def phases(folders, text):
+    """(what is drawn, {file name: function that draws it}) of runs over the first tokens of a text, bytes."""
+    lines, figures = [], {}
+    for folder in folders:
+        model, meta = sample.load(folder)
+        encode, decode = data.codec(model.config.V)
+        tokens = encode(text[: 64 * MOST_TOKENS])[:MOST_TOKENS]
+        with torch.random.fork_rng():
+            z = complex_states(model, torch.tensor([tokens]))
+        if z is None:
+            lines.append(f"{folder.name}: {meta['spec']} is real: it has no phase")
+            continue
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character stands at its last byte
+        shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u2192", "\r": "\u240d"})
+        labels = [sample.printable(decoder.decode(decode(token))).translate(shown) for token in tokens]
+        what = DRAWN[meta["spec"].split(":")[0]]
+        title = f"{folder.name}: {what}, a row a complex number; hue: phase, brightness: root of the modulus"
+        figures[f"phases-{folder.name}.png"] = partial(plot_phases, z, labels, title)
+        lines.append(f"{folder.name}: {what} over {len(tokens)} tokens")
+    return "\n".join(lines), figures
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def diagnose(folders, logs, wordnet=None):
+    """What the PAM paper looks for in trained models, of runs of PAM and SAM: effective rank of the memory, beside the same
+    model at its initialisation; repetition of the texts in the log; phase coherence of word pairs, if `wordnet` names the folder
+    of WordNet's files.
+
+    Returns: the tables; those of ranks by layer and head; {file name: function that draws it}. Raises InputError: another
+        model, no checkpoint, other data than the run's, word pairs of bytes."""
+    for folder, events in zip(folders, logs):
+        s = events[0]["settings"]
+        if s["model"].split(":")[0] not in ("pam", "sam"):
+            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: its state is not a matrix memory")
+        if not {"data", "tokens", "seq"} <= s.keys():
+            raise InputError(f"{folder} was written by another version of train.py")
+        if wordnet and s["tokens"] != "gpt2":
+            raise InputError(f"{folder} was trained on bytes, and no byte is a word: --wordnet takes runs with --tokens gpt2")
+    pairs = dict(zip(("synonyms", "antonyms"), wordnet_pairs(wordnet))) if wordnet else {}
+    rank_rows, by_head, coherence, curves, figures = [], [], [], {}, {}
+    repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
+    for folder, events, (model, meta) in zip(folders, logs, map(sample.load, folders)):
+        name, s, d = folder.name, events[0]["settings"], model.config.d
+        corpus = data.load(s["data"], s["seq"], tokens=s["tokens"])
+        if corpus.sha256 != meta["data"]["sha256"]:
+            raise InputError(f"{corpus.path} is not the data of {folder}")
+        torch.manual_seed(int(s["seeds"]))  # as train.py does
+        fresh = type(model)(model.config).eval()
+
+        val = corpus.split("val")
+        windows, _ = data.get_windows(val, s["seq"], data.eval_index(data.num_windows(val, s["seq"]), RANK_WINDOWS))
+        settled = min(PAPER_SETTLED, s["seq"])
+        positions = sorted({settled, s["seq"]} | {int(1.15**i) for i in range(int(math.log(s["seq"], 1.15)) + 1)})
+        ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
+        heads = [r[positions.index(t)].mean(-1) for r in ranks for t in (settled, s["seq"])]
+        cells = [f"{x.mean():.2f} ({x.min():.2f}-{x.max():.2f})" for x in heads]
+        rank_rows.append([name, d, len(windows), s["seq"], *cells])
+        by_head += [f"#### {name}", ranks_table(positions, *ranks, settled)]
+        figures[f"ranks-{name}.png"] = partial(plot_ranks, positions, *ranks, d)
+
+        encode, decode = data.codec(model.config.V)
+        unit, split = "words", str.split
+        if s["tokens"] == "gpt2":
+            unit, split = "tokens", lambda text, encode=encode: encode(text.encode())
+        repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
+        logged = [(e["step"], repetitions([e["text"]], split)) for e in events if e["event"] == "generated"]
+        means = {key: [statistics.fmean(found[key]) for _, found in logged] for key in PAPER_REPETITION}
+        curves[f"{name} ({unit})"] = s["model"], [step for step, _ in logged], means
+
+        if wordnet:
+            # A real embedding is a complex one without imaginary parts: its coherence is |cosine|, its phase 0 or pi.
+            embeddings = [m.embedding.weight.detach() for m in (model, fresh)]
+            embeddings = [torch.stack((e, 0 * e), -1) if model.real else e.unflatten(-1, (-1, 2)) for e in embeddings]
+            groups = coherence_groups(*embeddings, pairs, word_tokens(corpus.split("train"), decode))
+            coherence += [f"#### {name}", coherence_table(groups)]
+            figures[f"coherence-{name}.png"] = partial(plot_coherence, groups)
+    if any(steps for _, steps, _ in curves.values()):
+        figures["repetition.png"] = partial(plot_repetition, curves)
+    at = [f"{of}after {t}" for of in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
+    text = [
+        markdown(["run", "d", "windows", "tokens", *at], rank_rows, "### Effective rank of the memory S_t",
+                 f"The paper: about {PAPER_RANK} of d = 64 within 10-{PAPER_SETTLED} tokens. Ours: mean over layers, heads and "
+                 "windows of validation text (lowest-highest head)."),
+        markdown(["run", "unit", "texts", "n", "3-grams repeated", "4-grams repeated", "unique"], repetition_table,
+                 "### Repetition of the generated texts",
+                 f"In pieces of {PAPER_SAMPLE} tokens, or words where the tokens are bytes; means over pieces and 95 % intervals."),
+        "### Phase coherence of word pairs",
+        ("The paper, without numbers: synonyms lie near phase 0 at elevated coherence, random pairs anywhere. Of uniform phases "
+         "a quarter is within pi/4 of 0. +-: 95 %, as if pairs that share a word were independent."),
+        *(coherence or [f"Not measured: --wordnet FOLDER names WordNet's files ({WORDNET_URL})."]),
+    ]  # fmt: skip
+    return "\n\n".join(text), "\n\n".join(["### Effective rank by layer and head", *by_head]), figures
+
+
+def main():
+    parser = Parser(description=__doc__)
+    parser.add_argument("runs", nargs="+", help="run folders, or their log.jsonl")
+    parser.add_argument("--out", default="diagnostics", help="folder for tables and figures (default: %(default)s)")
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument("--text", help=f"draw phases over the first {MOST_TOKENS} tokens of this file")
+    texts.add_argument("--prompt", help="draw phases over this text")
+    parser.add_argument("--wordnet", help="folder of WordNet's files, for word pairs; of runs on GPT-2's tokens")
+    args = parser.parse_args()
+    paths = [Path(os.path.expanduser(run)) for run in args.runs]
+    folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
+    if len({folder.name for folder in folders}) < len(folders):
+        raise InputError("two runs have the same name, and figures are named after them: rename one")
+    text, out = args.prompt, Path(os.path.expanduser(args.out))
+    if args.text is not None:
+        with explain(f"read --text {args.text}"), open(os.path.expanduser(args.text), "rb") as f:
+            text = f.read(64 * MOST_TOKENS)
+    elif text is not None:
+        text = text.encode("utf-8", errors="surrogateescape")
+    if text is None:
+        tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], args.wordnet)
+        show_report(tables, figures, out, hidden=by_head)
+    elif not text or args.wordnet:
+        raise InputError("--wordnet goes without --text and --prompt" if text else "the text to draw phases over is empty")
+    else:
+        lines, figures = phases(folders, text)
+        print(lines, flush=True)
+        show_report("", figures, out)
+
+
+if __name__ == "__main__":
+    command_line(main)
