@@ -4761,15 +4761,6 @@ def test_steps_to_target():
     assert report.steps_to_target([], [], 1.0) is None
 
 
-@pytest.mark.slow
-def test_tables_of_the_results_come_from_their_logs():
-    for folder in sorted(path.parent for path in ROOT.glob("results/*/tables.md")):
-        logs = [report.read_log(log) for log in sorted(folder.glob("*.jsonl"))]
-        parts = report.task_parts if "task" in logs[0][0]["settings"] else report.training_parts
-        assert parts(logs)[0] + "\n" == (folder / "tables.md").read_text(), folder
-    assert max(path.stat().st_size for path in ROOT.glob("results/**/*.png")) < 150_000
-
-
 def write_events(folder, model, total, events, **settings):
     """The log of a run whose header says that it has `total` parameters."""
     folder = Path(folder)
@@ -4969,6 +4960,7 @@ def test_a_model_looks_the_same_in_every_figure(program, drawn):
     for folder in sorted({path.parent for path in ROOT.glob("results/*/*.jsonl")}):
         specs = {json.loads(path.open().readline())["settings"]["model"] for path in folder.glob("*.jsonl")}
         assert len({str(report.style(spec)) for spec in specs}) == len(specs), folder
+    assert max(path.stat().st_size for path in ROOT.glob("results/**/*.png")) < 150_000
     assert len({report.style(name)["color"] for name in (*sample.MODELS, *csp.MODELS)}) == 12
     assert report.style("hmamba:N=4:conv=2, rate 0.1") == report.style("hmamba:conv=2:N=4") != report.style("hmamba")
     assert [report.style(name)["ls"] for name in ("pam", "sam", "rnn", "hmamba:field=real")][:3] == ["-", "--", "--"]
@@ -6613,7 +6605,8 @@ def test_readme_commands_are_what_ci_runs():
 
 
 def test_flags_exist(program):
-    helps = "".join(program(m, "--help")[1] for m in (train, tasks, sample, report, data, bench))
+    programs = (train, tasks, sample, report, diagnose, data, bench)
+    helps = "".join(program(m, "--help")[1] for m in programs)
     helps += torch.distributed.run.get_args_parser().format_help()  # torchrun
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(TEXTS.values()))) - {"--index-url"}:
         assert flag in helps, flag
@@ -6623,12 +6616,13 @@ def test_flags_exist(program):
 def test_results_are_what_the_logs_say(program, name, monkeypatch):
     """The command that makes all tables and figures again makes those that are there, and no others."""
     assert "for d in results/*/; do python report.py $d*.jsonl --out $d; done" in FINDINGS
-    folder, drawn = ROOT / "results" / name, []
-    monkeypatch.setattr(report, "save_figure", lambda plt, fig, path: (plt.close(fig), drawn.append(path.name)))
+    folder, made = ROOT / "results" / name, []
+    monkeypatch.setattr(report, "write_report", lambda text, figures, _: made.append((text, figures)) or [text, *figures])
     code, _, err = program(report, *sorted(folder.glob("*.jsonl")), "--out", "made")
     assert (code, err) == (0, "")
-    assert Path("made/tables.md").read_text(encoding="utf-8") == TABLES[f"results/{name}"]
-    assert sorted(drawn) == sorted(png.name for png in folder.glob("*.png"))
+    ((text, figures),) = made
+    assert text + "\n" == TABLES[f"results/{name}"]
+    assert sorted(figures) == sorted(png.name for png in folder.glob("*.png"))
     assert f"\n## {name}\n" in FINDINGS and f"({name}/tables.md)" in FINDINGS
 
 
