@@ -308,17 +308,17 @@ def main():
     parser = Parser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run in runs/)")
     parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
-    parser.add_argument("--length", type=int, default=500, help="tokens to generate (default 500)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    parser.add_argument("--top_k", type=int, default=0, help="sample among the K likeliest tokens; 0: all (default)")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="sample among the likeliest tokens that hold this share"
-    )
-    parser.add_argument(
-        "--repetition_penalty", type=float, default=1.0, help="above 1: tokens seen before are less likely"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the random draws (default 1)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default auto)")
+    numbers = {
+        "length": (500, "tokens to generate"),
+        "temperature": (0.8, "0 takes the likeliest token"),
+        "top_k": (0, "sample among the K likeliest tokens; 0: all"),
+        "top_p": (1.0, "sample among the likeliest tokens that hold this share"),
+        "repetition_penalty": (1.0, "above 1: tokens seen before are less likely"),
+        "seed": (1, "of the random draws"),
+    }
+    for name, (default, text) in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     args = parser.parse_args()
     wrong = [
         (args.length < 1, "--length must be at least 1"),
@@ -336,11 +336,10 @@ def main():
     model, meta = load(run, pick_device(args.device))
     print(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}", file=sys.stderr)
     prompt = args.prompt.encode("utf-8", errors="surrogateescape")
-    keys = ("length", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
     start = time.perf_counter()
     print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
     V = model.config.V
-    for text in decode(generate(model, codec(V)[0](prompt), **{k: getattr(args, k) for k in keys}), V):
+    for text in decode(generate(model, codec(V)[0](prompt), **{k: getattr(args, k) for k in numbers}), V):
         print(text, end="", flush=True)
     print(flush=True)
     print(f"{args.length / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)

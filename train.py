@@ -18,6 +18,7 @@ and table 4. Losses are in nats per token; divided by ln 2 they are bpc, bits pe
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -27,10 +28,8 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -84,9 +83,7 @@ class Settings:
 
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
-    tokens: str = flag(
-        None, "bytes, or gpt2: GPT-2's BPE (default: bytes; gpt2 for wikitext103 and .tokens files)", choices=TOKENS
-    )
+    tokens: str = flag(None, "bytes, or GPT-2's BPE (default: bytes; gpt2: wikitext103, .tokens files)", choices=TOKENS)
     size: str = flag(None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
@@ -103,7 +100,7 @@ class Settings:
     checkpointing: bool = flag(None, "recompute each layer in the backward: less memory", bool)
     compile: bool = flag(False, "torch.compile each layer", bool)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
-    eval_every: int = flag(None, "steps between validations; per-layer gradient norms are logged as often", int)
+    eval_every: int = flag(None, "steps between validations, from the start of an epoch; also of per-layer gradient norms", int)
     eval_seqs: int = flag(None, "fixed windows of a validation during training; the last takes the whole split", int)
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
@@ -174,14 +171,6 @@ def check(s):
     return s
 
 
-def set_epochs(s, corpus):
-    """Turns epochs of this corpus into steps; --eval_every counts from the start of each and is by default a quarter."""
-    if s.epochs and not (s.steps and s.eval_every):
-        per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
-        s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or -(-per_epoch // 4)
-        check(s)
-
-
 def learning_rate(step, s):
     """Of the step with this index, from 0: linear warmup, then a cosine from lr to min_lr."""
     if s.schedule == "constant":
@@ -203,11 +192,10 @@ def read_ranks(env):
     """(rank, world size, local rank, error) from torchrun's variables; without them those of a single process."""
     named = [f"{k}={env[k]}" for k in TORCHRUN[:3] if k in env]
     wrong = [k for k in TORCHRUN if not env.get(k) or not (k == "MASTER_ADDR" or env[k].isdecimal())]
-    numbers = [] if wrong else [int(env[k]) for k in TORCHRUN[:3]]
-    if numbers and numbers[0] < numbers[1]:
-        return *numbers, None
+    if named and not wrong and int(env["RANK"]) < int(env["WORLD_SIZE"]):
+        return *(int(env[k]) for k in TORCHRUN[:3]), None
     lacks = f"no number in {', '.join(wrong)}" if wrong else "no rank below WORLD_SIZE"
-    return 0, 1, 0, f"{' '.join(named)}, but {lacks}: start several processes with torchrun, or unset it" if named else None
+    return 0, 1, 0, named and f"{' '.join(named)}, but {lacks}: start several processes with torchrun, or unset it"
 
 
 rank, world, local_rank, ranks_error = read_ranks(os.environ)
@@ -241,12 +229,10 @@ def sum_over_ranks(value):
 
 def broadcast_from_rank0(make):
     """make() on rank 0, its result on every rank; an InputError likewise."""
-    box = [None]
-    if rank == 0:
-        try:
-            box = [make()]
-        except InputError as e:
-            box = [e]
+    try:
+        box = [make() if rank == 0 else None]
+    except InputError as e:
+        box = [e]
     if world > 1:
         dist.broadcast_object_list(box)
     if isinstance(box[0], InputError):
@@ -273,19 +259,6 @@ def on_signal(signum, _):
     print_rank0(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
 
 
-def catch_signals():
-    """Ctrl-C, SIGTERM and a closed terminal save and stop the run, except those that were ignored at the start (nohup)."""
-    for signum in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")):  # Windows has no SIGHUP
-        if signum and signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, on_signal)
-
-
-def exit_on_signal():
-    """Ends the program, if a signal asked any rank to, with the exit code 128 + signal."""
-    if sum_over_ranks([len(stop_signals)])[0]:
-        raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Training
 
@@ -295,16 +268,23 @@ def autocast(s, device):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, index, s, device):
-    """Mean loss in nats per token over the windows `index` of a split; the same for any micro-batch and world size."""
+def evaluate(model, corpus, split, s, device, count=None):
+    """(loss in nats per token, number of tokens) of `count` evenly spread windows of a split, or of all of them.
+
+    It is the same for any micro-batch and world size."""
     model.eval()
-    nats, mine = 0.0, index[rank::world]
+    n = data.num_windows(corpus.split(split), s.seq)
+    index, nats = data.eval_index(n, count or n), 0.0
+    mine = index[rank::world]
     for i in range(0, len(mine), s.micro):
-        x, y = (z.to(device) for z in data.get_windows(tokens, s.seq, mine[i : i + s.micro]))
+        x, y = (z.to(device) for z in data.get_windows(corpus.split(split), s.seq, mine[i : i + s.micro]))
         with autocast(s, device):
             nats += model(x, y)[1].item() * y.numel()
     model.train()
-    return sum_over_ranks([nats])[0] / (len(index) * s.seq)
+    with rank_in_errors():
+        corpus.check_unchanged()
+    n_tokens = len(index) * s.seq
+    return sum_over_ranks([nats])[0] / n_tokens, n_tokens
 
 
 def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
@@ -378,7 +358,6 @@ class Run:
                 layer.compile()
         ids = [device.index] if device.type == "cuda" else None
         self.network = DistributedDataParallel(self.model, device_ids=ids) if world > 1 else self.model
-        self.train_tokens, self.val_tokens = corpus.split("train"), corpus.split("val")
         self.per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
 
     def write(self, event, **values):
@@ -391,26 +370,19 @@ class Run:
             sample.save_checkpoint(self.folder / name, now, self.model, optimizer, self.step, self.best, keep)
 
     def save_last(self):
-        self.check_data()
         # A last.pt that could not be read does not take the place of the prev.pt that could.
         self.save("last.pt", self.optimizer, keep=None if self.last_step is None else self.folder / "prev.pt")
         self.last_step = self.step
-
-    def check_data(self):
-        with rank_in_errors():
-            self.corpus.check_unchanged()
 
     def last_good(self, last_is_bad):
         path = self.folder / ("prev.pt" if last_is_bad else "last.pt")
         return f"the last good checkpoint is {path}" if path.exists() else "no good checkpoint was saved yet"
 
     def validate(self):
-        s, windows = self.s, data.num_windows(self.val_tokens, self.s.seq)
-        fixed = data.eval_index(windows, s.eval_seqs)
-        loss = evaluate(self.model, self.val_tokens, fixed, s, self.device)
-        self.check_data()
+        s = self.s
+        loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device, s.eval_seqs)
         epoch = {"epoch": self.step / self.per_epoch} if s.epochs else {}
-        self.write("val", val_loss=loss, split="val", n_tokens=len(fixed) * s.seq, **epoch)
+        self.write("val", val_loss=loss, split="val", n_tokens=n_tokens, **epoch)
         if loss < self.best["val_loss"]:
             self.best = {"val_loss": loss, "step": self.step}
             self.save("best.pt")
@@ -418,20 +390,22 @@ class Run:
 
     def update(self):
         """One step of the optimizer. Returns its numbers for the log, the gradient norm of each layer, and whether to stop."""
-        self.check_data()
         s, model, local = self.s, self.model, self.s.batch // world
-        lr, windows = learning_rate(self.step, s), data.num_windows(self.train_tokens, s.seq)
+        lr, tokens = learning_rate(self.step, s), self.corpus.split("train")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        index = data.train_index(windows, int(s.seeds), self.step, s.batch)[rank * local : (rank + 1) * local]
+        order = data.train_index(data.num_windows(tokens, s.seq), int(s.seeds), self.step, s.batch)
+        index = order[rank * local : (rank + 1) * local]
         nats = 0.0
         for i in range(0, local, s.micro):
-            x, y = (z.to(self.device) for z in data.get_windows(self.train_tokens, s.seq, index[i : i + s.micro]))
+            x, y = (z.to(self.device) for z in data.get_windows(tokens, s.seq, index[i : i + s.micro]))
             with self.network.no_sync() if world > 1 and i + s.micro < local else contextlib.nullcontext():
                 with autocast(s, self.device):
                     loss = self.network(x, y)[1]
                 (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
             nats += loss.detach() * (len(x) / local)
+        with rank_in_errors():
+            self.corpus.check_unchanged()
         layers = [get_total_norm([p.grad for p in layer.parameters()]) for layer in model.layers]
         rest = get_total_norm([p.grad for n, p in model.named_parameters() if not n.startswith("layers.")])
         grad_norm = torch.stack([*layers, rest]).norm()
@@ -457,17 +431,15 @@ class Run:
 
     def finish(self):
         """The loss over the whole validation split, and the extras: a sample and a figure."""
-        s, step, n = self.s, self.step, data.num_windows(self.val_tokens, self.s.seq)
-        loss = evaluate(self.model, self.val_tokens, np.arange(n), s, self.device)
-        self.check_data()
+        s, step = self.s, self.step
+        loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device)
         if not math.isfinite(loss):
             good = self.last_good(last_is_bad=True)
             raise InputError(f"the loss after step {step} is {loss}: the last update diverged, lower --lr; {good}")
         print_rank0(f"validation {loss / math.log(2):.3f} {report.unit(s.tokens)} ({loss:.4f} nats) over the whole split "
                     f"after {step} steps, {self.folder}")  # fmt: skip
-        cuda = self.device.type == "cuda"
-        memory = {"peak_memory": torch.cuda.max_memory_allocated(self.device)} if cuda else {}
-        self.write("final", val_loss=loss, split="val", n_tokens=n * s.seq, best=self.best, **memory)
+        memory = {"peak_memory": torch.cuda.max_memory_allocated()} if self.device.type == "cuda" else {}
+        self.write("final", val_loss=loss, split="val", n_tokens=n_tokens, best=self.best, **memory)
         if rank == 0:
             text = ""
             with extra("sample"):
@@ -478,11 +450,16 @@ class Run:
                 report.plot_curves(*report.group_runs([report.read_log(self.folder)])[0], self.folder / "curve.png")
             self.write("sample", text=text)  # the last event of a run that is complete
             print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {self.folder})\n{text.strip()}\n---")
+        if s.epochs:
+            with extra("table"):
+                print_rank0(report.epochs_table([report.read_log(self.folder)]))
 
 
 def train(s, corpus, device, folder, again, checkpoint=None):
-    """One run. again: the command that goes on with it. SystemExit if a signal ended it."""
-    catch_signals()
+    """One run. again: the command that goes on with it. SystemExit with 128 + signal if a signal asked any rank to end."""
+    for signum in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")):  # Windows has no SIGHUP
+        if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(signum, on_signal)
     run = Run(s, corpus, device, folder, checkpoint)
     model, end, tokens_per_step = run.model, s.stop_at or s.steps, s.batch * s.seq
     peak = None
@@ -535,9 +512,10 @@ def train(s, corpus, device, folder, again, checkpoint=None):
         bar.close()
     if run.step < end:
         print_rank0(f"stopped after step {run.step}; go on with: {again}")
-        exit_on_signal()
-    run.finish()
-    exit_on_signal()
+    else:
+        run.finish()
+    if sum_over_ranks([len(stop_signals)])[0]:
+        raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
 
 
 def evaluate_checkpoint(s, corpus, device, checkpoint):
@@ -549,15 +527,11 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
                 open(path.with_name("log.jsonl"), "rb+").close()
                 stack.enter_context(sample.hold(path.parent))
                 log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
-        model, tokens = sample.build(checkpoint).to(device), corpus.split(s.split)
-        n = data.num_windows(tokens, s.seq)
-        loss = evaluate(model, tokens, np.arange(n), s, device)
-        with rank_in_errors():
-            corpus.check_unchanged()
+        loss, n_tokens = evaluate(sample.build(checkpoint).to(device), corpus, s.split, s, device)
         print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
-                    f"over {n * s.seq:,} tokens")  # fmt: skip
+                    f"over {n_tokens:,} tokens")  # fmt: skip
         if log:
-            log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n * s.seq,
+            log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n_tokens,
                       checkpoint=path.name, **report.provenance(device, world))  # fmt: skip
 
 
@@ -568,10 +542,10 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
 def check_out(given, several):
     """Raises InputError unless the folder of a new run, or of a sweep's runs, can be made and written."""
     out = given.get("out", "runs")
-    path = Path(out)
-    if "out" in given and "resume" not in given and (not out or path.exists() and not (several and path.is_dir())):
-        raise InputError(f"--out {out} exists: name another folder (a run that was stopped goes on with --resume alone)")
-    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    base = Path(out)
+    if "out" in given and "resume" not in given and (not out or base.exists() and not (several and base.is_dir())):
+        raise InputError(f"--out {out} exists: name another folder (a stopped run goes on with --resume alone)")
+    above = next(p for p in (base, *base.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"cannot make the run folder {out}: {above} is no folder that can be written")
 
@@ -588,16 +562,11 @@ def holds_run(folder):
 
 def begin_folder(folder, explicit, stack):
     """Makes the folder of a new run, and holds it. A default name that exists gets -2, -3, ... Returns its path."""
-    unique, n = folder, 1
-    while True:
-        try:
+    for n in itertools.count(1):
+        unique = folder if n == 1 else folder.with_name(f"{folder.name}-{n}")
+        with data.explain(f"make the run folder {unique}"), contextlib.suppress(FileExistsError):
             unique.mkdir(parents=True, exist_ok=explicit)
             break
-        except OSError as e:
-            if explicit or not isinstance(e, FileExistsError):
-                raise InputError(f"cannot make the run folder {unique}: {e.strerror}") from None
-            n += 1
-            unique = folder.with_name(f"{folder.name}-{n}")
     stack.enter_context(sample.hold(unique))
     if holds_run(unique):
         raise InputError(f"{unique} was begun by another process meanwhile: start this one again")
@@ -623,39 +592,39 @@ def load_data(s, checkpoint=None):
     return corpus
 
 
-def find_checkpoint(given, stack):
-    """What --resume names, the same on every rank, its folder held; None if --out says that it may be begun, and it is not."""
-    found, names = None, ("best.pt",) * bool(given.get("eval_only")) + ("last.pt", "prev.pt")
+def find_run(given, stack):
+    """(settings, checkpoint) of what --resume names, the same on every rank, its folder held by this process.
+
+    Returns (None, None) if --out says that it may be begun, and it is not. Raises InputError for a flag that would change
+    the run's course."""
+    found, path = None, Path(given["resume"])
+    names = ("best.pt",) * bool(given.get("eval_only")) + ("last.pt", "prev.pt")
+    begun = given.get("out") == given["resume"]  # by a command that begins a run or goes on with it
 
     def find():
         nonlocal found
-        run = Path(given["resume"])
-        folder = run.parent if run.is_file() else run
+        folder = path.parent if path.is_file() else path
         if not given.get("eval_only") and [*folder.glob("log.jsonl"), *folder.glob("*.pt")]:
             stack.enter_context(sample.hold(folder))
-        may_begin = given.get("out") == given["resume"] and not given.get("eval_only") and not run.is_file()
-        if may_begin and not holds_run(run):
+        if begun and not given.get("eval_only") and not path.is_file() and not holds_run(path):
             return None
-        found = sample.read_checkpoint(run, names)
+        found = sample.read_checkpoint(path, names)
         return found["path"]
 
-    path = broadcast_from_rank0(find)
+    file = broadcast_from_rank0(find)
+    if not file:
+        return None, None
     with rank_in_errors():
-        return found or (path and sample.read_checkpoint(path))
-
-
-def resume_settings(given, checkpoint):
-    """Settings of a resumed run: its own, but for the flags that do not change its course."""
+        checkpoint = found or sample.read_checkpoint(file)
     saved = checkpoint["meta"]["settings"]
     for key, value in given.items():
-        begun = key == "out" and value == given["resume"]
-        if key not in MAY_CHANGE and not begun and value != saved.get(key):
+        if key not in MAY_CHANGE and not (begun and key == "out") and value != saved.get(key):
             was = f"{value} differs from this run's {saved.get(key)}"
-            raise InputError(f"{given['resume']}: --{key} {was}: drop it, or start a new run")
+            raise InputError(f"{path}: --{key} {was}: drop it, or start a new run")
     try:
-        return check(Settings(**saved | {"stop_at": None} | given))
+        return check(Settings(**saved | {"stop_at": None} | given)), checkpoint
     except TypeError as e:
-        raise InputError(f"{checkpoint['path']} was written by another version of train.py ({e})") from None
+        raise InputError(f"{file} was written by another version of train.py ({e})") from None
 
 
 def go_on(given, device, again=None):
@@ -663,10 +632,9 @@ def go_on(given, device, again=None):
 
     again: the command that goes on, after a signal, with the sweep that the run is part of."""
     with contextlib.ExitStack() as stack:
-        checkpoint = find_checkpoint(given, stack)
+        s, checkpoint = find_run(given, stack)
         if not checkpoint:
             return False
-        s = resume_settings(given, checkpoint)
         corpus, folder = load_data(s, checkpoint), Path(checkpoint["path"]).parent
         if s.eval_only:
             evaluate_checkpoint(s, corpus, device, checkpoint)
@@ -684,16 +652,7 @@ def go_on(given, device, again=None):
             return True
         try_step(s, corpus, device)
         train(s, corpus, device, folder, again or f"python train.py --resume {folder}", checkpoint)
-        print_tables(s, [folder] * (not again))
     return True
-
-
-def print_tables(s, folders):
-    """What the logs of a sweep, or of one run in epochs, say together."""
-    if rank == 0 and (len(folders) > 1 or (folders and s.epochs)):
-        with extra("table"):
-            logs = [report.read_log(folder) for folder in folders]
-            print_rank0(report.training_report(logs)[0] if len(logs) > 1 else report.epochs_table(logs))
 
 
 def run(given, device):
@@ -702,7 +661,7 @@ def run(given, device):
         return
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
-    runs = [resolve(given, model, size, seed, device) for size, seed, model in product(*lists)]
+    runs = [resolve(given, model, size, seed, device) for size, seed, model in itertools.product(*lists)]
     if given.get("params"):
         print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
         return
@@ -715,7 +674,10 @@ def run(given, device):
     broadcast_from_rank0(lambda: check_out(given, several))
     corpora = [load_data(s) for s in runs]
     for s, corpus in zip(runs, corpora):
-        set_epochs(s, corpus)
+        if s.epochs and not (s.steps and s.eval_every):
+            per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
+            s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or -(-per_epoch // 4)
+            check(s)
         try_step(s, corpus, device)
     folders = [base / report.run_name(s.model, c.name, s.size, f"s{s.seeds}") for s, c in zip(runs, corpora)]
     exist = broadcast_from_rank0(lambda: [f.exists() for f in folders])
@@ -727,8 +689,7 @@ def run(given, device):
             course = {k: v for k, v in dataclasses.asdict(s).items() if k in given or k not in MAY_CHANGE}
             jobs.append(course | {"out": str(folder), "resume": str(folder)})
             with contextlib.ExitStack() as stack:
-                if checkpoint := find_checkpoint(jobs[-1], stack):
-                    resume_settings(jobs[-1], checkpoint)
+                find_run(jobs[-1], stack)
     elif explicit:
         folders = [base]
     for i, (s, corpus) in enumerate(zip(runs, corpora)):
@@ -740,7 +701,9 @@ def run(given, device):
             if not several or (any(exist) and not jobs):  # the name of the folder does not say what it belongs to
                 again = f"python train.py --resume {folders[i]}"
             train(s, corpus, device, folders[i], again)
-    print_tables(s, folders)
+    if several and rank == 0:
+        with extra("table"):
+            print_rank0(report.training_report([report.read_log(folder) for folder in folders])[0])
 
 
 def main():
