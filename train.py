@@ -620,7 +620,7 @@ def find_run(given, stack):
     for key, value in given.items():
         if key not in MAY_CHANGE and not (begun and key == "out") and value != saved.get(key):
             was = f"{value} differs from this run's {saved.get(key)}"
-            raise InputError(f"{path}: --{key} {was}: drop it, or start a new run")
+            raise InputError(f"--{key} {was} ({path}): drop it, or start a new run")
     try:
         return check(Settings(**saved | {"stop_at": None} | given)), checkpoint
     except TypeError as e:
