@@ -6557,8 +6557,7 @@ def test_readme_commands_are_what_ci_runs():
 
 
 def test_flags_exist(program):
-    programs = (train, tasks, sample, report, diagnose, data, bench)
-    helps = "".join(program(m, "--help")[1] for m in programs)
+    helps = "".join(program(m, "--help")[1] for m in (train, tasks, sample, report, diagnose, data, bench))
     helps += torch.distributed.run.get_args_parser().format_help()  # torchrun
     for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(TEXTS.values()))) - {"--index-url"}:
         assert flag in helps, flag
