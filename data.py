@@ -1,11 +1,17 @@
-"""Corpora: fetch or find one, verify it, convert it, memory-map it, cut it into windows, and order the windows.
+"""Corpora: find or fetch one, verify it, convert it, memory-map it, cut it into windows, and order the windows.
 
-A corpus is one flat file of tokens (bytes: 256 of them). It is memory-mapped and only the windows asked for are read,
-so it may be larger than memory. `python data.py` lists what there is, `python data.py NAME_OR_PATH` prepares one.
+    python data.py                          the named corpora, and what each takes to prepare
+    python data.py owt                      downloads, verifies and converts one; if it is stopped, the next call goes on
+    python data.py FOLDER --tokens gpt2     joins the files of a folder, and converts them to GPT-2's tokens
+    python data.py FILE --column content    of a parquet or JSON lines file another column than `text`
+    python data.py owt --verify             compares size and hash with what was prepared
 
-corpus    arrives whole or not at all. A named one (owt, ...) is made in a folder of its own, source by source: each is
-          downloaded, verified, converted, deleted. meta.json there records how far that came, and at the end what was
-          made of what. Whatever stops it, the next call goes on from there and ends with the same bytes.
+corpus    one flat file of tokens (bytes: 256 of them). Memory-mapped, and only the windows asked for are read: it may be
+          larger than memory. Made whole or not at all, in a folder of its own, where meta.json records how far that came
+file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
+          it. Its first bytes show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
+folder    its files, one after another, sorted by path. Hidden names, caches, folders of runs and what holds no text as it
+          is are left out: the console and the log of a run say so
 split     the first 90 % is train, the next 5 % val, the last 5 % test; wikitext103 has its own
 window    k covers tokens k*seq .. k*seq+seq, its targets lie one token on; a split holds n = (len-1) // seq windows
 order     sequence j of step s is window perm(seed, epoch)[(s*batch + j) mod n]: a pure function of the step, so ranks
@@ -13,6 +19,7 @@ order     sequence j of step s is window perm(seed, epoch)[(s*batch + j) mod n]:
 """
 
 import argparse
+import codecs
 import hashlib
 import json
 import mmap
@@ -20,6 +27,7 @@ import os
 import platform
 import random
 import re
+import shlex
 import shutil
 import stat
 import sys
@@ -106,16 +114,9 @@ def needs(package):
         raise InputError(f"{package} cannot be imported ({e}): pip install {package}") from e
 
 
-def read_chunks(path):
-    """Yields the bytes of a file, at most a megabyte at a time."""
-    with explain(f"read {path}"), open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            yield chunk
-
-
 def cache_dir():
     """Where prepared corpora are kept: $NANOHILBERT_DATA, or else data/ beside this file."""
-    return Path(os.environ.get("NANOHILBERT_DATA") or Path(__file__).parent / "data").resolve()
+    return Path(os.path.expanduser(os.environ.get("NANOHILBERT_DATA") or Path(__file__).parent / "data")).resolve()
 
 
 def replace_file(path, write, keep=None):
@@ -154,6 +155,13 @@ def note(text):
     tqdm.write(text, file=sys.stderr)
 
 
+@lru_cache
+def note_once(text):
+    """A note that is the same for every load: once, and of the processes of a torchrun by the first alone."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0":
+        note(text)
+
+
 @dataclass
 class Corpus:
     name: str  # safe for a folder name: "stdlib", or the path's stem with odd characters replaced by _
@@ -163,11 +171,18 @@ class Corpus:
     vocab_size: int = 256
     file: object = None  # the mapped file, held open: its path may become the name of another one
     stamp: tuple | None = None  # (size, mtime_ns) of it when it was mapped
+    left_out: str = ""  # what the folder or archive holds besides, and why that is no data
+    verified: bool = False  # its hash was compared with that of what was prepared
 
     @cached_property
     def sha256(self):
         """SHA-256 of the file, in hex: as recorded, or else read on first use, about a second per GB."""
         return self.record.get("sha256") or hash_file(self.path, self.file)
+
+    def summary(self):
+        """What the log of a run says of its data."""
+        said = {"name": self.name, "size": len(self.tokens), "sha256": self.sha256}
+        return said | ({"left_out": self.left_out} if self.left_out else {})
 
     def check_unchanged(self):
         """Raises DataChanged if the mapped file is no longer what it was. Takes a microsecond: call it before each step.
@@ -189,9 +204,11 @@ class Corpus:
         """The tokens of "train", "val" or "test", a view of the map. Raises InputError for any other name."""
         if name not in SPLITS:
             raise InputError(f"unknown split {name!r}: choose one of {', '.join(SPLITS)}")
-        first, last = self.record.get("splits", {}).get(name) or (
-            len(self.tokens) * percent // 100 for percent in SPLITS[name]
-        )
+        unit = self.tokens.itemsize  # bytes
+        if splits := self.record.get("splits"):
+            first, last = (place // unit for place in splits[name])
+        else:
+            first, last = (len(self.tokens) * percent // 100 for percent in SPLITS[name])
         return self.tokens[first:last]
 
 
@@ -203,7 +220,7 @@ class Corpus:
 class Source:
     """One file to make a corpus of."""
 
-    url: str  # or the path of a file here
+    url: str  # or the path of a file or folder here
     size: int | None = None  # bytes; None: what the server says
     sha256: str | None = None  # in hex; None: what the server says on first use. Of a .zip: of what is packed in it
     split: str | None = None  # that it belongs to, if the corpus comes with splits of its own
@@ -217,14 +234,16 @@ class Recipe:
 
     about: str
     sources: tuple = ()
-    separator: str = ""  # after every document of a parquet file
+    separator: str = ""  # after every document
     cut: int | None = None  # bytes: ends with the last document that fits whole
     size: int = 0  # bytes, about
     download: int = 0  # bytes, about
     disk: int = 0  # bytes needed while it is prepared: the corpus and its largest source
+    column: str = "text"
+    origin: str | Path | None = None  # of files here, what the user named; their one source is that file or folder
 
 
-SEPARATOR = "\n\n"  # after every document of a parquet file
+SEPARATOR = "\n\n"
 HUB = "https://huggingface.co"  # $HF_ENDPOINT may name a mirror: the hashes make any safe
 OWT = f"{HUB}/datasets/Skylion007/openwebtext/resolve/79d93d786212f7344586290adb811d4ae6a1762c/plain_text/"
 FINEWEB = f"{HUB}/datasets/HuggingFaceFW/fineweb/resolve/9bb295ddab0e05d785b879661af7260fed5140fc/sample/10BT/"
@@ -276,52 +295,58 @@ LONGEST_WAIT = 900  # seconds that a server may ask for
 MAY_PASS = {401, 403, 408, 416, 425, 429}  # a signed URL that expired, a crowded server, ...; and all from 500 on
 
 
+def check_environment():
+    """Raises InputError for a variable of the environment with which no download can work."""
+    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint := os.environ.get("HF_ENDPOINT") or HUB):
+        raise InputError(f"HF_ENDPOINT={endpoint!r} is no address: write https://HOST, or unset it")
+    if not re.fullmatch("[!-~]*", os.environ.get("HF_TOKEN", "").strip()):
+        raise InputError("HF_TOKEN holds a character that no token has, such as a blank or an ellipsis: copy it whole")
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        if (bundle := os.environ.get(name)) and not os.path.exists(bundle):
+            raise InputError(f"{name}={bundle} does not exist: name a file of certificates, or unset it")
+
+
 def request(url, start=0):
-    """Asks for a file from byte `start` on, always at its original URL: those that it redirects to expire."""
+    """The answer that holds a file from byte `start` on, with the SHA-256 that the hub states (or None) as `sha256`.
+
+    Always asked for at its original URL: those that it redirects to expire. Raises RequestException for anything else."""
     import requests
 
-    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
+    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     if url.startswith(f"{HUB}/"):
         url = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/") + url[len(HUB) :]
         if token := os.environ.get("HF_TOKEN", "").strip():
             headers["Authorization"] = f"Bearer {token}"  # requests drops it on a redirect to another host
-    return requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
-
-
-def check_answer(answer):
-    """Raises RequestException for an answer that is not the file."""
-    import requests
-
+    try:
+        answer = requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
+    except requests.RequestException:
+        raise
+    except (OSError, ValueError) as e:  # before anything is sent: a file of certificates that is none, ...
+        raise InputError(f"cannot ask for {url}: {e}") from None
     if answer.status_code not in (200, 206):
         raise requests.HTTPError(f"HTTP status {answer.status_code}", response=answer)
     if answer.headers.get("Content-Type", "").startswith("text/html"):
         raise requests.RequestException("a web page instead of the file")
-
-
-def linked_sha256(answer):
-    """The SHA-256 that the hub states beside its redirect to the storage, or None."""
     etags = (a.headers.get("X-Linked-Etag", "").strip('"') for a in (*answer.history, answer))
-    return next((etag for etag in etags if re.fullmatch("[0-9a-f]{64}", etag)), None)  # of small files another hash
+    answer.sha256 = next((e for e in etags if re.fullmatch("[0-9a-f]{64}", e)), None)  # small files have another hash
+    return answer
 
 
 def wait_asked(answer):
     """Seconds that a 429 or 503 asks to wait: `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`. Else None."""
-    from email.utils import parsedate_to_datetime
+    from urllib3 import Retry
+    from urllib3.exceptions import InvalidHeader
 
     if answer is None or answer.status_code not in (429, 503):
         return None
-    after = answer.headers.get("Retry-After", "")
-    if after.isdecimal():
-        return int(after)
-    with suppress(TypeError, ValueError):
-        return max(0, parsedate_to_datetime(after).timestamp() - time.time())
+    with suppress(InvalidHeader):
+        if (after := Retry().get_retry_after(answer.raw)) is not None:
+            return after
     limit = re.search(r"\bt=(\d+)", answer.headers.get("RateLimit", ""))
     return int(limit[1]) if limit else None
 
 
-def insist(action, url, path, position=lambda: 0, tries=None):
+def retry(action, url, path, position=lambda: 0, tries=None):
     """Returns what action() returns, once it succeeds; pauses between the tries.
 
     Args: url, path: what is downloaded whereto, for messages; position: a function that tells how many bytes have come;
@@ -339,7 +364,8 @@ def insist(action, url, path, position=lambda: 0, tries=None):
         except requests.RequestException as e:
             failures = 1 if position() - before >= 1 << 20 else failures + 1
             reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
-            status = getattr(e.response, "status_code", 500)
+            lasts = isinstance(e, ValueError) or "certificate" in str(e)  # a URL that is none, ...
+            status = getattr(e.response, "status_code", 400 if lasts else 500)
             if (wait := wait_asked(e.response)) is None:
                 wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
             elif wait > LONGEST_WAIT:
@@ -359,20 +385,17 @@ def look_up(url, path):
 
     def ask():
         with request(url) as answer:
-            check_answer(answer)
-            size, sha256 = answer.headers.get("Content-Length", ""), linked_sha256(answer)
-            if not size.isdecimal():
-                raise requests.RequestException("its size is not told")
+            size, sha256 = answer.headers.get("Content-Length", ""), answer.sha256
+        if not size.isdecimal():
+            raise requests.RequestException("its size is not told")
         if url.startswith(f"{HUB}/") and not sha256:  # a mirror may not pass it on: the list of the folder has it too
-            repository, _, file = url.removeprefix(HUB).partition("/resolve/")
-            revision, _, file = file.partition("/")
-            with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
-                entries = answer.json() if answer.ok else []
-            with suppress(KeyError, TypeError):
-                sha256 = next((e["lfs"]["oid"] for e in entries if e["path"] == file), None)
+            repository, revision, file = re.fullmatch("(.*)/resolve/([^/]*)/(.*)", url.removeprefix(HUB)).groups()
+            with suppress(requests.HTTPError, KeyError, TypeError, StopIteration):
+                with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
+                    sha256 = next(e for e in answer.json() if e["path"] == file)["lfs"]["oid"]
         return int(size), sha256
 
-    return insist(ask, url, path)
+    return retry(ask, url, path)
 
 
 def download(url, size, sha256, path, tries=None):
@@ -381,7 +404,7 @@ def download(url, size, sha256, path, tries=None):
     What has come is kept in a .part file, which is tied to url (with its revision), size and hash, and is not fetched
     again, by a later call neither.
 
-    Args: size: in bytes; sha256: in hex, of a .zip that of its content; tries: of `insist`. Raises: InputError, OSError.
+    Args: size: in bytes; sha256: in hex, of a .zip that of its content; tries: of `retry`. Raises: InputError, OSError.
     """
     import requests
 
@@ -391,57 +414,38 @@ def download(url, size, sha256, path, tries=None):
     with open(part, "r+b") as f, progress(total=size, desc=path.name) as bar:
 
         def restart():
-            nonlocal digest
             f.seek(0)
             f.truncate()
-            digest = hashlib.sha256()
             bar.reset()
 
         def transfer():
-            start = f.tell()
-            if start == size:
+            if (start := f.tell()) == size:
                 return
             with request(url, start) as answer:
-                if answer.status_code == 416:  # the file ends before `start`: this is no part of it
-                    restart()
-                check_answer(answer)
-                if linked_sha256(answer) not in (None, sha256):
-                    raise InputError(
-                        f"{url} is another file than before (SHA-256 {linked_sha256(answer)}, was {sha256})"
-                    )
                 total = answer.headers.get("Content-Length", "*")
                 if answer.status_code == 206:
-                    span, _, total = answer.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-                    if span.partition("-")[0] != str(start):
+                    span, _, total = answer.headers.get("Content-Range", "").partition("/")
+                    if not span.startswith(f"bytes {start}-"):
                         raise requests.RequestException("another part than was asked for")
+                elif start:  # it sends the whole file
+                    restart()
                 if total not in ("*", str(size)):
                     raise requests.RequestException(f"{total} bytes instead of {size}")
-                if answer.status_code == 200 and start:  # it sends the whole file
-                    restart()
                 for chunk in answer.iter_content(1 << 16):
-                    if f.tell() + len(chunk) > size:
-                        restart()
-                        raise requests.RequestException(f"more than {size} bytes")
-                    f.write(chunk)
-                    digest.update(chunk)
-                    bar.update(len(chunk))
+                    bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
             if f.tell() < size:
                 raise requests.RequestException("the connection ended early")
 
-        digest = hashlib.sha256()
-        for chunk in iter(partial(f.read, 1 << 20), b""):  # from an earlier call
-            digest.update(chunk)
-        bar.update(f.tell())
+        bar.update(f.seek(0, os.SEEK_END))  # from an earlier call
         if f.tell() > size:
             restart()
-        for again in (True, False):
-            insist(transfer, url, path, f.tell, tries)
+        for last in (False, True):
+            retry(transfer, url, path, f.tell, tries)
             f.flush()
-            found = content_sha256(part) if path.suffix == ".zip" else digest.hexdigest()
-            if found == sha256:
+            if (found := content_sha256(part)) == sha256:
                 break
             restart()
-            if not again:
+            if last:
                 raise InputError(f"{url} came damaged, twice (SHA-256 {found} instead of {sha256}): run again later")
             note(f"{path.name} came damaged: fetching it once more")
         os.fsync(f.fileno())
@@ -450,35 +454,25 @@ def download(url, size, sha256, path, tries=None):
         old.unlink()
 
 
-def obtain(source, folder, record):
-    """The path and SHA-256 of a source, verified: where it lies, put into the folder by hand, or downloaded."""
-    path = folder / source.url.rpartition("/")[2]
-    if "://" not in source.url:
-        return Path(source.url), hash_file(Path(source.url))
+def obtain(source, path):
+    """Brings a source to path, verified, unless it was put there by hand. Returns its SHA-256."""
     if path.exists():
-        _, sha256 = record["pins"].get(source.url) or (source.size, source.sha256)
-        found = content_sha256(path)
-        if sha256 is None:
+        found, sha256 = content_sha256(path), source.sha256
+        if not sha256:
             with suppress(InputError):  # without a network whoever put it there is to be trusted
                 _, sha256 = look_up(source.url, path)
         if found and sha256 in (None, found):
-            return path, found
+            return found
         os.replace(path, f"{path}.bad")
         note(f"{path} is not the right file (SHA-256 {found} instead of {sha256}): renamed to {path.name}.bad")
     for url in (source.url, *source.mirrors):
         try:
-            size, sha256 = record["pins"].get(url) or (source.size, source.sha256)
-            if size is None:
-                size, told = look_up(url, path)
-                sha256 = sha256 or told
-                if sha256 is None:
-                    raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256: unset HF_ENDPOINT")
-                if source.sha256 is None:
-                    record["pins"][url] = size, sha256
-                    write_record(folder, record)
+            size, told = (source.size, None) if source.size else look_up(url, path)
+            if not (sha256 := source.sha256 or told):
+                raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256: unset HF_ENDPOINT")
             note(f"downloading {url} ({size / 1e6:,.1f} MB)")
             download(url, size, sha256, path, source.tries)
-            return path, sha256
+            return sha256
         except InputError as e:
             if url == (source.url, *source.mirrors)[-1]:
                 raise
@@ -486,9 +480,215 @@ def obtain(source, folder, record):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Converting
+# What files hold
 
-SAVE_EVERY = 1 << 26  # bytes of text after which the record is brought up to date
+FOREIGN = {  # what no text begins with (offset, bytes): what it is, and how to get at its text
+    (0, b"\x1f\x8b\x08"): ("gzip", "gunzip {}"),
+    (4, b"1AY&SY"): ("bzip2", "bunzip2 {}"),
+    (0, b"\xfd7zXZ\0"): ("xz", "unxz {}"),
+    (0, b"\x28\xb5\x2f\xfd"): ("Zstandard", "unzstd {}"),
+    (0, b"\x04\x22\x4d\x18"): ("LZ4", "unlz4 {}"),
+    (257, b"ustar"): ("tar archive", "tar -xf {}"),
+    (0, b"7z\xbc\xaf\x27\x1c"): ("7-Zip archive", "7z x {}"),
+    (0, b"Rar!\x1a\x07"): ("RAR archive", "unrar x {}"),
+    (0, b"SQLite format 3\0"): ("SQLite database", "sqlite3 {} .dump > FILE.txt"),
+    (0, b"%PDF-"): ("PDF", "pdftotext {}"),
+    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"): ("Office document", "soffice --convert-to txt {}"),
+    (0, b"\xff\xfe\0\0"): ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
+    (0, b"\0\0\xfe\xff"): ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
+    (0, b"\xff\xfe"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
+    (0, b"\xfe\xff"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
+    (0, b"\x93NUMPY"): ("numpy array", "write GPT-2's tokens as little-endian uint16 to a file NAME.tokens"),
+    (0, b"ARROW1\0"): ("Arrow table", "write it as parquet"),
+    (0, b"\x89HDF\r\n"): ("HDF5", ""),
+    **dict.fromkeys([(0, b"\x80\x02\x8a\nl\xfc"), (0, b"\x80\x04\x95"), (0, b"\x80\x05\x95")], ("Python pickle", "")),
+    **dict.fromkeys([(3, b'\0\0\0\0\0{"'), (0, b"GGUF")], ("weights of a model", "")),
+    **dict.fromkeys([(0, b"\x89PNG"), (0, b"\xff\xd8\xff"), (0, b"GIF8"), (8, b"WEBP"), (0, b"II*\0")], ("image", "")),
+    **dict.fromkeys([(8, b"WAVE"), (0, b"OggS"), (0, b"fLaC"), (0, b"ID3"), (4, b"ftyp")], ("sound or video", "")),
+    **dict.fromkeys([(0, b"\x7fELF"), (0, b"MZ\x90\0"), (0, b"\xcf\xfa\xed\xfe"), (0, b"\0asm")], ("program", "")),
+}
+IN_ZIP = {  # a file that only such an archive holds: the same
+    "data.pkl": ("checkpoint of PyTorch", ""),
+    "[Content_Types].xml": ("Office document", "soffice --convert-to txt {}"),
+    "mimetype": ("e-book or OpenDocument", "pandoc -t plain {} > FILE.txt"),
+    "MANIFEST.MF": ("Java archive", ""),
+}
+LONGEST_LINE = 1 << 26  # bytes, of a JSON lines file
+NOTHING = "it holds no text to train on"
+STRINGS = ("string", "large_string", "string_view", "binary", "large_binary")  # types of a parquet column
+
+
+def kind_of(file, column):
+    """What an open file holds: ("bytes" | "zip" | "parquet" | "JSON lines", None), or else what it is, and what to do."""
+    file.seek(0)
+    head = file.read(512)
+    for (offset, magic), (kind, advice) in FOREIGN.items():
+        if head.startswith(magic, offset):
+            return kind, advice or NOTHING
+    if head.startswith(b"PAR1"):
+        return "parquet", None
+    if head.startswith((b"PK\3\4", b"PK\5\6")):
+        with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told when it is read
+            names = {name.rpartition("/")[2] for name in archive.namelist()}
+            if found := names & set(IN_ZIP):
+                kind, advice = IN_ZIP[min(found)]
+                return kind, advice or NOTHING
+        return "zip", None
+    if head.startswith(b"{") and column:  # one object a line; of a single one it must be told by the column
+        file.seek(0)
+        lines, rows = [file.readline(LONGEST_LINE) for _ in range(2)], []
+        with suppress(ValueError, RecursionError):
+            rows.extend(map(json.loads, lines))
+        if rows and column in rows[0]:
+            return "JSON lines", None
+        if len(rows) == 2 and isinstance(rows[1], dict):
+            return f"JSON lines without a column {column}", f"name its column with --column: {', '.join(rows[0])}"
+    return "bytes", None
+
+
+def leave_out(left, kind, advice, name):
+    why = f"{kind} ({advice.replace('{}', 'FILE')})" if advice not in ("", NOTHING) else kind
+    left.setdefault(why, []).append(name)
+
+
+def describe(left):
+    """What was left out, {why: names}, in a line."""
+    shown = {why: ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3) for why, names in left.items()}
+    return "; ".join(f"{why}: {names}" for why, names in shown.items())
+
+
+def is_run(folder):
+    """Whether a folder is that of a run: its log and checkpoints grow with the run that reads it, and are no data."""
+    log, header = folder / "log.jsonl", b'{"event": "header"'
+    if not log.is_file():
+        return False
+    with open(log, "rb") as file:
+        return file.read(len(header)) == header or any(folder.glob("*.pt"))
+
+
+def list_files(root, stdlib=False):
+    """The files of a folder, [(path below root, size, mtime_ns), ...] sorted by path; and what is left out, {why: names}.
+    Of a file: itself."""
+    if not root.is_dir():
+        return [("", root.stat().st_size, root.stat().st_mtime_ns)], {}
+    files, left, todo, own = [], {}, [root], cache_dir()
+    if own.is_relative_to(root):  # named before it exists as well: what is left out is the same at every load
+        leave_out(left, "cache", "", own.relative_to(root).as_posix())
+    while todo:
+        for path in todo.pop().iterdir():
+            name, link = path.relative_to(root).as_posix(), path.is_symlink()
+            if stdlib and (path.name in NOT_STDLIB or not (path.is_dir() or (path.suffix == ".py" and path.is_file()))):
+                continue
+            if path.name.startswith("."):
+                leave_out(left, "hidden", "", name)
+                continue
+            # A link out could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
+            if link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
+                raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
+            info = path.stat()
+            if stat.S_ISREG(info.st_mode):
+                files.append((name, info.st_size, info.st_mtime_ns))
+            elif not stat.S_ISDIR(info.st_mode):
+                raise InputError(f"{path} is not a regular file: remove it from the folder")
+            elif is_run(path):
+                leave_out(left, "folder of a run", "", name)
+            elif path.name == "__pycache__" or path == Path(__file__).parent / "data" or (path / "pyvenv.cfg").exists():
+                leave_out(left, "cache", "", name)
+            elif not link and path != own:  # a linked folder is read under its own name
+                todo.append(path)
+    return sorted(files), {} if stdlib else left
+
+
+def read_source(recipe, _, root, left):
+    """Yields the texts of a file, or of the files of a folder, in lists; adds to `left` what holds none as it is."""
+    files, _ = list_files(root, recipe.origin == "stdlib")
+    for name, _, _ in files:
+        path = root / name if name else root
+        with explain(f"read {path}"), open(path, "rb") as file:
+            yield from read_file(file, path, name or root.name, recipe, left)
+    if recipe.origin and list_files(root, recipe.origin == "stdlib")[0] != files:
+        raise InputError(f"{root} changed while it was read: run again when nothing writes to it")
+
+
+def read_file(file, path, name, recipe, left):
+    """Yields the texts of an open file, in lists: documents, each with the separator behind it, or bytes as they come."""
+    (kind, advice), separator = kind_of(file, recipe.column), recipe.separator.encode()
+    file.seek(0)
+    if advice:
+        leave_out(left, kind, advice, name)
+    elif kind in ("zip", "parquet") and isinstance(file, zipfile.ZipExtFile):
+        leave_out(left, f"{kind} in a zip archive", "unzip it", name)
+    elif kind == "zip":
+        yield from read_zip(file, path, name, recipe, left)
+    elif kind == "parquet":
+        for texts in read_parquet(file, path, recipe.column):
+            yield [text + separator for text in texts]
+    elif kind == "JSON lines":
+        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+            try:
+                text = json.loads(line)[recipe.column] if line.strip() else None
+                if text is not None:
+                    yield [text.encode(errors="replace") + separator]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise InputError(f"{path}, line {number:,}: no JSON with a string named {recipe.column}") from None
+    else:
+        yield from ([chunk] for chunk in iter(partial(file.read, 1 << 20), b""))
+
+
+def read_zip(file, path, name, recipe, left):
+    """`read_file` of the files in a zip archive, sorted by name, without those whose name begins with a dot."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = sorted(archive.infolist(), key=lambda m: m.filename)
+            # Nothing is unpacked under these names, but an archive that has such ones is not to be trusted.
+            for member in members:
+                parts = re.split(r"[/\\]", member.filename)
+                if ".." in parts or parts[0] == "" or ":" in parts[0] or stat.S_ISLNK(member.external_attr >> 16):
+                    raise InputError(f"{path} holds {member.filename!r}, a link or a path out of it: refused")
+            for member in members:
+                inner = f"{name}/{member.filename}"
+                if "/." in f"/{member.filename}":
+                    leave_out(left, "hidden", "", inner)
+                elif not member.is_dir():
+                    with archive.open(member) as f:
+                        yield from read_file(f, path / member.filename, inner, recipe, left)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as e:
+        raise InputError(f"{path} is a damaged or encrypted zip archive ({e})") from None
+
+
+def read_parquet(file, path, column):
+    """Yields the documents in a column of a parquet file, at most 1,000 rows at a time."""
+    with needs("pyarrow"):
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetFile
+    try:
+        # With pre_buffer, or without the row group named, it reads ahead: memory would grow with the file.
+        with ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
+            columns = {c.name: str(c.type) for c in table.schema_arrow}
+            if columns.get(column) not in STRINGS:
+                listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+                raise InputError(f"{path} has no column of strings named {column} (--column); its columns: {listed}")
+            for group in range(table.num_row_groups):
+                for batch in table.iter_batches(1000, row_groups=[group], columns=[column]):
+                    yield batch.column(0).cast(pa.large_binary()).drop_null().to_pylist()
+    except pa.ArrowException as e:
+        raise InputError(f"{path} is not a readable parquet file ({' '.join(str(e).split())[:200]})") from None
+
+
+def content_sha256(path):
+    """SHA-256 of a source, in hex: of a zip archive that of its content. None if it cannot be read."""
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            return hash_file(path)
+        digest = hashlib.sha256()
+        with suppress(InputError):
+            for texts in read_file(file, path, path.name, Recipe(""), {}):
+                digest.update(b"".join(texts))
+            return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Preparing
 
 try:
     import fcntl
@@ -524,71 +724,19 @@ def locked(path):
         yield
 
 
-def read_zip(path):
-    """Yields the bytes of the files in a zip archive, sorted by name, without those whose name begins with a dot."""
-    with explain(f"read {path}"):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members = sorted(archive.infolist(), key=lambda m: m.filename)
-                # Nothing is unpacked under these names, but an archive that has such ones is not to be trusted.
-                for member in members:
-                    parts = re.split(r"[/\\]", member.filename)
-                    if ".." in parts or parts[0] == "" or ":" in parts[0] or stat.S_ISLNK(member.external_attr >> 16):
-                        raise InputError(f"{path} holds {member.filename!r}, a link or a path out of it: refused")
-                for member in members:
-                    if not any(p.startswith(".") for p in member.filename.split("/")) and not member.is_dir():
-                        with archive.open(member) as f:
-                            yield from iter(partial(f.read, 1 << 20), b"")
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as e:
-            raise InputError(f"{path} is a damaged or encrypted zip archive ({e})") from None
-
-
-def read_parquet(path, first):
-    """Yields (row group, documents) from the row group `first` on: the column `text`, at most 1,000 rows at a time."""
-    with needs("pyarrow"):
-        import pyarrow as pa
-        from pyarrow.parquet import ParquetFile
-    with explain(f"read {path}"):
-        try:
-            # With pre_buffer, or without the row group named, it reads ahead: memory would grow with the file.
-            with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
-                columns = {c.name: str(c.type) for c in table.schema_arrow}
-                if columns.get("text", "") not in ("string", "large_string", "string_view", "binary", "large_binary"):
-                    listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
-                    raise InputError(f"{path} has no column of strings named text; its columns: {listed}")
-                for group in range(first, table.num_row_groups):
-                    for batch in table.iter_batches(1000, row_groups=[group], columns=["text"]):
-                        yield group, batch.column(0).cast(pa.large_binary()).drop_null().to_pylist()
-        except pa.ArrowException as e:
-            raise InputError(f"{path} is not a readable parquet file ({' '.join(str(e).split())[:200]})") from None
-
-
-def content_sha256(path):
-    """SHA-256 of a source, in hex: of a zip archive that of its content. None if it cannot be read."""
-    if not zipfile.is_zipfile(path):
-        return hash_file(path)
-    digest = hashlib.sha256()
-    with suppress(InputError):
-        for chunk in read_zip(path):
-            digest.update(chunk)
-        return digest.hexdigest()
-
-
 def new_record(recipe):
     """What meta.json says of a corpus: what was made so far (`sha256`: only once it is whole), and of what."""
     return {
         "about": recipe.about,
         "recipe": {
             "sources": [[s.url, s.size, s.sha256, s.split] for s in recipe.sources],
-            "separator": recipe.separator,  # after every document
+            "separator": recipe.separator,
             "cut": recipe.cut,
         },
-        "pins": {},  # url: size and SHA-256 that its server told on first use
-        "sources": [],  # those converted: url, size, SHA-256
-        "row_group": 0,  # of the next one, to go on with
-        "documents": 0,  # rows of parquet files, so far
-        "cut": None,  # or the source in which it ends, and after how many documents in all
-        "splits": {},  # from, to: in bytes, where the corpus has its own
+        "sources": [],  # those converted: url, SHA-256
+        "cut": None,  # or the source in which it ends
+        "splits": {},  # from, to: in bytes of the file, where the corpus has its own
+        "left_out": {},  # why: files that hold no text
         "size": 0,  # bytes, so far
         "sha256": None,
     }
@@ -601,8 +749,9 @@ def read_record(path, recipe):
         record = json.loads((folder / "meta.json").read_bytes())
         if record["recipe"] != new["recipe"]:
             raise InputError(f"{folder} was prepared in another way than now: delete it to prepare the corpus again")
-        return new if record["sha256"] and not path.exists() else {key: record[key] for key in new} | record
-    except FileNotFoundError:
+        # An earlier version could stop within a source.
+        return new if record.get("row_group") or (record["sha256"] and not path.exists()) else new | record
+    except (FileNotFoundError, NotADirectoryError):
         return new
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{folder / 'meta.json'} is damaged: delete {folder} to prepare the corpus again") from None
@@ -612,69 +761,41 @@ def write_record(folder, record):
     replace_file(folder / "meta.json", lambda f: f.write(json.dumps(record, indent=1).encode()))
 
 
-def build(path, recipe, record):
-    """Makes a corpus in path, from where its record ends. Returns the finished record."""
-    folder, part, separator = path.parent, path.with_name(f"{path.name}.part"), recipe.separator.encode()
+def build(path, recipe, record, read):
+    """Makes a corpus in path, from where its record ends. Returns the finished record. read: see `prepare`."""
+    folder, part = path.parent, path.with_name(f"{path.name}.part")
     if path.exists() and not part.exists():  # it was stopped before the last line of this function
         os.replace(path, part)
     part.touch()
-    with open(part, "r+b") as out:
-        if out.seek(0, os.SEEK_END) < record["size"]:
+    with open(part, "r+b") as out, progress(total=recipe.size or None, desc=f"preparing {path.name}") as bar:
+        bar.update(out.seek(0, os.SEEK_END))
+        if out.tell() < record["size"]:
             raise InputError(f"{part} is shorter than its record says: delete {folder} to prepare the corpus again")
-        out.truncate(record["size"])
-        out.seek(0)
-        digest = hashlib.sha256()
-        for chunk in iter(partial(out.read, 1 << 20), b""):
-            digest.update(chunk)
-
-        def write(text):
-            out.write(text)
-            digest.update(text)
-            bar.update(len(text))
-
-        def save():
-            out.flush()
-            os.fsync(out.fileno())  # the record must not be ahead of the bytes
-            record["size"] = out.tell()
-            write_record(folder, record)
-
-        def write_documents(documents, source):
-            text = b"".join(document + separator for document in documents)
-            if recipe.cut and out.tell() + len(text) > recipe.cut:
-                ends = out.tell() + np.cumsum([len(document + separator) for document in documents])
-                documents = documents[: int((ends <= recipe.cut).sum())]
-                text = b"".join(document + separator for document in documents)
-                record["cut"] = {"source": source.url, "documents": record["documents"] + len(documents)}
-            write(text)
-            record["documents"] += len(documents)
-
+        out.seek(record["size"])
+        out.truncate()
         for number, source in enumerate(recipe.sources):
-            here = folder / source.url.rpartition("/")[2] if "://" in source.url else None
+            file = Path(source.url) if recipe.origin else folder / source.url.rpartition("/")[2]
             if number >= len(record["sources"]) and not record["cut"]:
-                file, sha256 = obtain(source, folder, record)
-                with progress(total=recipe.size or None, initial=out.tell(), desc=f"converting {file.name}") as bar:
-                    if file.suffix.lower() == ".zip":
-                        for chunk in read_zip(file):
-                            write(chunk)
-                    else:
-                        last = record["row_group"]
-                        for group, documents in read_parquet(file, last):
-                            if group != last and out.tell() - record["size"] >= SAVE_EVERY:
-                                record["row_group"] = group
-                                save()
-                            last = group
-                            write_documents(documents, source)
-                            if record["cut"]:
-                                break
-                record["row_group"] = 0
-                record["sources"].append({"url": source.url, "size": file.stat().st_size, "sha256": sha256})
+                sha256 = None if recipe.origin else obtain(source, file)
+                for texts in read(source, file, record["left_out"]):
+                    if recipe.cut and out.tell() + sum(map(len, texts)) > recipe.cut:
+                        ends = out.tell() + np.cumsum([len(text) for text in texts])
+                        texts = texts[: int((ends <= recipe.cut).sum())]
+                        record["cut"] = {"source": source.url}
+                    bar.update(out.write(b"".join(texts)))
+                    if record["cut"]:
+                        break
+                record["sources"].append({"url": source.url, "sha256": sha256})
                 if source.split:
                     begin = max((end for _, end in record["splits"].values()), default=0)
                     record["splits"].setdefault(source.split, [begin, 0])[1] = out.tell()
-                save()
-            if here:
-                here.unlink(missing_ok=True)
-        record["sha256"] = digest.hexdigest()
+                out.flush()
+                os.fsync(out.fileno())  # the record must not be ahead of the bytes
+                record["size"] = out.tell()
+                write_record(folder, record)
+            if not recipe.origin:
+                file.unlink(missing_ok=True)
+    record["sha256"] = hash_file(part)
     os.replace(part, path)
     tools = {name: sys.modules[name].__version__ for name in ("numpy", "pyarrow", "requests") if name in sys.modules}
     record |= {"mtime_ns": path.stat().st_mtime_ns, "versions": {"python": platform.python_version()} | tools}
@@ -682,15 +803,18 @@ def build(path, recipe, record):
     return record
 
 
-def prepare(path, recipe, verify=False):
+def prepare(path, recipe, read, verify=False):
     """Makes the corpus of a recipe in path, unless it is there, whole.
 
     That is seen at its size and time of change; its hash is taken if `verify`, or if something wrote to it since.
+    Args: read: a function of a source, its path and {why: names} of what it leaves out, that yields lists of texts.
     Returns: its record (see new_record). Raises: InputError.
     """
     folder = path.parent
     record = read_record(path, recipe)
     if not record["sha256"]:
+        if not recipe.origin:
+            check_environment()
         with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / "lock"):
@@ -702,14 +826,20 @@ def prepare(path, recipe, verify=False):
                     if missing > (free := shutil.disk_usage(folder).free):
                         raise InputError(f"{folder} needs {missing:,} bytes more, and its disk has {free:,} free: make "
                                          "room, or let NANOHILBERT_DATA name another folder")  # fmt: skip
-                    note(f"preparing {path} ({recipe.about})")
-                    record = build(path, recipe, record)
+                    if not recipe.origin or recipe.disk > 1e8:
+                        note(f"preparing {path} ({recipe.about})")
+                    try:
+                        record = build(path, recipe, record, read)
+                    except BaseException:
+                        for name in (f"{path.name}.part", "meta.json") if recipe.origin else ():  # to begin anew
+                            (folder / name).unlink(missing_ok=True)
+                        raise
     with explain(f"read {path}"):
         info = path.stat()
-    whole = info.st_size == record["size"]
-    if whole and (verify or info.st_mtime_ns != record["mtime_ns"]):
+    whole, moved = info.st_size == record["size"], info.st_mtime_ns != record["mtime_ns"]
+    if whole and (verify or moved):
         whole = hash_file(path) == record["sha256"]
-        if whole and info.st_mtime_ns != record["mtime_ns"]:  # a copy of it: not to be hashed at every start
+        if whole and moved:  # a copy of it: not to be hashed at every start
             with suppress(OSError):
                 write_record(folder, record | {"mtime_ns": info.st_mtime_ns})
     if not whole:
@@ -718,97 +848,39 @@ def prepare(path, recipe, verify=False):
     return record
 
 
-def find_recipe(name_or_path):
-    """(name, file to make, recipe) of a corpus that has to be converted; None of one that is bytes already."""
-    if name_or_path in NAMED:
-        recipe = NAMED[name_or_path]
-        return (name_or_path, cache_dir() / name_or_path / f"{name_or_path}.bin", recipe) if recipe.sources else None
-    path = Path(os.path.abspath(name_or_path))
-    with explain(f"read {name_or_path}"):
-        if path.suffix.lower() not in (".parquet", ".zip") or not path.is_file():
-            return None
-        info = path.stat()
-    tie = hashlib.sha256(os.fsencode(f"{path}\0{info.st_size}\0{info.st_mtime_ns}")).hexdigest()[:12]  # as of a folder
-    name = safe_name(path.stem)
-    recipe = Recipe(str(path), (Source(str(path)),), separator=SEPARATOR if path.suffix.lower() == ".parquet" else "")
-    return name, cache_dir() / f"{name}-{tie}" / f"{name}.bin", recipe
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Files and folders
-
-
-def list_files(root, stdlib):
-    """[(path below root, size, mtime_ns), ...] sorted by path. Names that begin with a dot do not count."""
-    files, todo = [], [root]
-    while todo:
-        for path in todo.pop().iterdir():
-            wanted = not stdlib or path.is_dir() or (path.suffix == ".py" and path.is_file())
-            if path.name.startswith(".") or not wanted or (stdlib and path.name in NOT_STDLIB):
-                continue
-            # A link out could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
-            link = path.is_symlink()
-            if link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
-                raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
-            info = path.stat()
-            if stat.S_ISREG(info.st_mode):
-                files.append((path.relative_to(root).as_posix(), info.st_size, info.st_mtime_ns))
-            elif not stat.S_ISDIR(info.st_mode):
-                raise InputError(f"{path} is not a regular file: remove it from the folder")
-            elif not link and path != cache_dir():  # a linked folder is read under its own name; our output never
-                todo.append(path)
-    return sorted(files)
-
-
-def safe_name(stem):
-    return re.sub(r"[^A-Za-z0-9._-]", "_", stem).strip(".")[:40] or "_"
-
-
-def locate(name_or_path):
+def find(name_or_path, column="text"):
     """Finds a corpus without preparing it. A known name comes before a path: write ./stdlib for a file called so.
 
-    Returns: its name; the file to map; the size that file must have; the folder, and the files in it that have to be
-        joined first ([] if that is done already, or if a file was given: it is mapped where it lies).
+    Returns: its name; the file to map; the recipe to make it of, or None if it is mapped where it lies; what a folder
+        holds besides, {why: names}. Raises: InputError.
     """
     stdlib = name_or_path == "stdlib"
-    given = Path(sysconfig.get_paths()["stdlib"] if stdlib else name_or_path)
+    if name_or_path in NAMED and not stdlib:
+        return name_or_path, cache_dir() / name_or_path / f"{name_or_path}.bin", NAMED[name_or_path], {}
+    given = Path(os.path.expanduser(sysconfig.get_paths()["stdlib"] if stdlib else name_or_path))
+    name = "stdlib" if stdlib else re.sub(r"[^A-Za-z0-9._-]", "_", Path(os.path.abspath(given)).stem).strip(".")[:40] or "_"
     with explain(f"read {given}"):
         if not name_or_path or not given.exists():
             raise InputError(f"no corpus {str(name_or_path)!r}: give a name ({', '.join(NAMED)}), a file or a folder")
-        info = given.stat()
-        name = safe_name("stdlib" if stdlib else Path(os.path.abspath(given)).stem)
-        if stat.S_ISREG(info.st_mode):
-            return name, given, info.st_size, given.parent, []
-        if not stat.S_ISDIR(info.st_mode):
+        mode, root = given.stat().st_mode, given.resolve()
+        if stat.S_ISREG(mode):
+            with open(given, "rb") as file:
+                kind, advice = kind_of(file, column)
+            if advice:
+                advice = advice.replace("{}", shlex.quote(str(given)))
+                raise InputError(f"{given} cannot be read as it is ({kind}): {advice}")
+            if kind == "bytes":
+                return name, given, None, {}
+        elif not stat.S_ISDIR(mode):
             raise InputError(f"{given} is not a regular file or a folder: copy what you want of it into a file")
-        root = given.resolve()
-        if root == cache_dir():
-            raise InputError(f"{given} is where prepared corpora are kept: name a file in it, or another folder")
-        files = list_files(root, stdlib)
-        total = sum(size for _, size, _ in files)
-        fingerprint = hashlib.sha256(os.fsencode(f"{root}\0"))  # a folder that changed gets a new file
-        for file, size, mtime in files:
-            fingerprint.update(os.fsencode(f"{file}\0{size}\0{mtime}\0"))
-        path = cache_dir() / f"{name}-{fingerprint.hexdigest()[:12]}.bin"
-        ready = path.is_file() and path.stat().st_size == total
-        return name, path, total, root, [] if ready else files
-
-
-def join(root, files, size, path):
-    """Writes the files one after another to `path`, whole or not at all."""
-
-    def write(out):
-        with progress(total=size, desc=f"preparing {path.name}") as bar:
-            for file, _, _ in files:
-                for chunk in read_chunks(root / file):
-                    out.write(chunk)
-                    bar.update(len(chunk))
-        if out.tell() != size:
-            raise InputError(f"{root} changed while it was read: run again when nothing writes to it")
-
-    with explain(f"write {path} ({size:,} bytes; NANOHILBERT_DATA may name another folder)"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, write)
+        elif root == cache_dir() or is_run(root):
+            kept = "a run and its checkpoints" if is_run(root) else "prepared corpora"
+            raise InputError(f"{given} is where {kept} are kept: name a file in it, or another folder")
+        files, left = list_files(root, stdlib)
+    tie = hashlib.sha256(os.fsencode(f"{root}\0{column}\0{files}")).hexdigest()[:12]  # a folder that changed: a new one
+    about, size = NAMED["stdlib"].about if stdlib else str(root), sum(size for _, size, _ in files)
+    recipe = Recipe(about, (Source(str(root)),), SEPARATOR, size=size, disk=size, column=column, origin=name_or_path)
+    return name, cache_dir() / f"{name}-{tie}" / f"{name}.bin", recipe, left
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -824,32 +896,40 @@ VOCAB_BPE = Source(
     tries=1,  # of half a megabyte at three places: without a network the error comes within seconds
 )  # fmt: skip
 WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
-# Where text may be cut so that its parts have the tokens of the whole: behind a line break that a printable ASCII
-# character follows, or a space and then one, and in the first case one comes before it.
-CUT = re.compile(rb"\n(?= [!-~])|(?<=[!-~])\n(?=[!-~])")
+# Text may be cut where a piece of the pattern ends whatever follows: before blanks, and before the last of several; between
+# a letter or digit and punctuation, and a letter and a digit. The characters named have the same class in all Unicode.
+BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+LETTER = r"A-Za-z\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+MARK = r"!-/:-@\[-`{-~\u3001\u3002\uff01-\uff0f\uff1a-\uff20"
+CUT = (
+    rf"(?<=[^{BLANK}])(?=[{BLANK}])|(?<=[{BLANK}])(?=[{BLANK}][^{BLANK}])"
+    rf"|(?<=[0-9{LETTER}])(?=[{MARK}])|(?<=[{LETTER}])(?=[0-9])|(?<=[0-9])(?=[{LETTER}])"
+)
+LAST_CUT = re.compile(f"(?s:.*)(?:{CUT})")  # from the start to the last cut
+BLOCK = 200_000  # bytes encoded at once: longer strings are slower
+LONGEST_PIECE = 400_000  # bytes: tiktoken fails on a million blanks in a row, and takes memory for a long piece
 TOKENS = ("bytes", "gpt2")
 
 
 @lru_cache(maxsize=1)
 def gpt2_encoding():
     """The tiktoken.Encoding of GPT-2. Its merges are fetched on first use, verified, and kept in the cache folder."""
-    try:
+    with needs("tiktoken"):
         import tiktoken
-    except ImportError as e:
-        raise InputError(f"GPT-2's tokens need tiktoken (pip install tiktoken): {e}") from None
     folder = cache_dir() / "gpt2"
+    path = folder / "vocab.bpe"
+    if not path.exists():
+        check_environment()
     with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / "lock"):
             try:
-                path, _ = obtain(VOCAB_BPE, folder, new_record(Recipe("the merges of GPT-2's tokens")))
+                obtain(VOCAB_BPE, path)
             except InputError as e:
                 raise InputError(f"{e}; without a network put {VOCAB_BPE.url} as vocab.bpe into {folder}") from None
-    # Ids 0 to 255 are the bytes, those that print first; each merge is the next id.
+    # Ids 0 to 255 are the bytes, those that print first; each merge is the next id. The file writes a byte as a letter.
     order = sorted(range(256), key=lambda b: (not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b), b))
-    letters = {
-        chr(b if i < 188 else 256 + i - 188): bytes([b]) for i, b in enumerate(order)
-    }  # how the file writes them
+    letters = {chr(b if i < 188 else 256 + i - 188): bytes([b]) for i, b in enumerate(order)}
     ranks = {bytes([b]): i for i, b in enumerate(order)}
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         ranks[b"".join(letters[c] for c in line.replace(" ", ""))] = len(ranks)
@@ -867,67 +947,79 @@ def codec(vocab_size):
     return lambda text: encoding.encode_ordinary(text.decode(errors="replace")), encoding.decode_single_token_bytes
 
 
-def tokenize(corpus):
-    """The corpus in GPT-2's tokens: a file beside the prepared corpora, made on first use, whole or not at all.
+def encode_blocks(file, size, path, begin):
+    """Yields the tokens of the next `size` bytes of an open file, block by block: the same as of all in one piece.
 
-    Text is encoded split by split if the corpus has its own. Raises InputError: not UTF-8, wrong counts of WikiText-103."""
-    path = cache_dir() / f"{corpus.name}-{corpus.sha256[:12]}.tokens"
-    about = path.with_suffix(".json")
-    parts = {"all": corpus.tokens} if not corpus.record.get("splits") else {s: corpus.split(s) for s in SPLITS}
-    if not (path.is_file() and about.is_file()):
-        encoding, splits = gpt2_encoding(), {}
-        note(f"tokenizing {corpus.path}")
-
-        def write(out):
-            for name, text in parts.items():
-                begin, at, view = out.tell() // 2, 0, memoryview(text)
-                while at < len(text):
-                    # About 200 kB at once: longer strings are slower.
-                    found = CUT.search(view, min(at + 200_000, len(text)))
-                    end = found.end() if found else len(text)
-                    try:
-                        tokens = encoding.encode_ordinary(bytes(view[at:end]).decode())
-                    except UnicodeDecodeError as e:
-                        raise InputError(f"{corpus.path} is not UTF-8 text: byte {at + e.start:,} of {name}") from None
-                    out.write(np.array(tokens, np.uint16).tobytes())
-                    bar.update(end - at)
-                    at = end
-                splits[name] = [begin, out.tell() // 2]
-
-        with explain(f"write {path} (NANOHILBERT_DATA may name another folder)"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with progress(total=len(corpus.tokens), desc=f"tokenizing {corpus.name}") as bar:
-                replace_file(path, write)
-            counts = {name: end - begin for name, (begin, end) in splits.items()}
-            if corpus.name == "wikitext103" and corpus.record.get("splits") and counts != WIKITEXT_TOKENS:
-                path.unlink()
-                raise InputError(
-                    f"WikiText-103 became {counts} tokens instead of {WIKITEXT_TOKENS}: not the raw corpus?"
-                )
-            replace_file(about, lambda f: f.write(json.dumps({"splits": splits}).encode()))
-    try:
-        splits = json.loads(about.read_bytes())["splits"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{about} is damaged: delete it to tokenize {corpus.name} again") from None
-    return map_tokens(corpus.name, path, {} if "all" in splits else {"splits": splits})
+    Args: path, and begin, the byte where the file stands: for messages. Raises: InputError if it is not UTF-8, or cannot
+        be cut."""
+    encoding, raw, end = gpt2_encoding(), b"", begin + size  # raw: what is read, and not encoded yet
+    while begin < end:
+        if not (more := file.read(min(BLOCK, end - begin - len(raw)))):
+            raise InputError(f"{path} changed while it was read: run again when nothing writes to it")
+        raw += more
+        last = begin + len(raw) == end
+        try:
+            text, _ = codecs.utf_8_decode(raw, "strict", last)
+        except UnicodeDecodeError as e:
+            raise InputError(f"{path} is not UTF-8 text: byte {begin + e.start:,}") from None
+        if not last:
+            found = LAST_CUT.match(text)
+            text = text[: found.end()] if found else ""
+        if not text and len(raw) > LONGEST_PIECE:
+            raise InputError(f"{path} cannot be cut into GPT-2's tokens: byte {begin:,} begins a word, or a blank, of more "
+                             f"than {LONGEST_PIECE:,} bytes; break it up")  # fmt: skip
+        yield encoding.encode_ordinary(text)
+        used = len(text.encode())
+        raw, begin = raw[used:], begin + used
 
 
-def map_tokens(name, path, record=None):
-    """A Corpus from a file of uint16 tokens. Raises InputError if they are not GPT-2's."""
-    with explain(f"read {path}"):
-        size = path.stat().st_size
-        if size == 0 or size % 2:
-            raise InputError(f"{path} has {size:,} bytes, which are no 2-byte tokens")
-        corpus = map_file(name, path, "<u2", record or {}, GPT2_VOCAB)
-        tokens = corpus.tokens
-        for begin in range(0, len(tokens), 1 << 22):
-            block = tokens[begin : begin + (1 << 22)]
-            if block.max() >= GPT2_VOCAB:
-                at = begin + int((block >= GPT2_VOCAB).argmax())
-                raise InputError(
-                    f"{path} is no file of GPT-2's tokens: number {at:,} is {tokens[at]}, above {GPT2_VOCAB - 1}"
-                )
-    return corpus
+def tokenize(corpus, verify=False):
+    """The corpus in GPT-2's tokens, prepared as it was; split by split if it has its own.
+
+    Raises InputError: not UTF-8, wrong counts of WikiText-103."""
+    splits = corpus.record.get("splits") or {"": [0, len(corpus.tokens)]}
+
+    def read(source, _, left_out):
+        begin, end = splits[source.split]
+        corpus.file.seek(begin)
+        count = 0
+        for tokens in encode_blocks(corpus.file, end - begin, corpus.path, begin):
+            count += len(tokens)
+            yield [np.array(tokens, "<u2").tobytes()]
+        corpus.check_unchanged()
+        if corpus.name == "wikitext103" and source.split and count != WIKITEXT_TOKENS[source.split]:
+            raise InputError(f"{source.split} of WikiText-103 became {count:,} tokens instead of "
+                             f"{WIKITEXT_TOKENS[source.split]:,}: not the raw corpus?")  # fmt: skip
+
+    path = cache_dir() / f"{corpus.name}-{corpus.sha256[:12]}-gpt2" / f"{corpus.name}.tokens"
+    sources = tuple(Source(corpus.sha256, split=split) for split in splits)  # of the text: it may lie elsewhere
+    if not path.exists():
+        gpt2_encoding()  # before a folder is made
+    recipe = Recipe(f"{corpus.path} in GPT-2's tokens", sources, disk=len(corpus.tokens), origin=corpus.path)
+    return map_file(corpus.name, path, "<u2", prepare(path, recipe, read, verify), GPT2_VOCAB)
+
+
+def check_tokens(path):
+    """Raises InputError if a file does not hold GPT-2's tokens, as little-endian uint16. Reads it whole."""
+    size, zeros, least, most = path.stat().st_size, 0, 1 << 16, 0
+
+    def refuse(why):
+        raise InputError(f"{path} is no file of GPT-2's tokens, little-endian uint16: {why}")
+
+    if size % 2:
+        refuse(f"it has {size:,} bytes")
+    for begin in range(0, size // 2, 1 << 22):
+        block = np.fromfile(path, "<u2", 1 << 22, offset=2 * begin)
+        zeros, least, most = zeros + int((block == 0).sum()), min(least, block.min()), max(most, block.max())
+        if block.view("u1").min() >= 9:  # of tokens, the more frequent ones are below 9 * 256
+            refuse("it is text")
+        if block.max() >= GPT2_VOCAB:
+            first = int((block >= GPT2_VOCAB).argmax())
+            refuse(f"number {begin + first:,} is {block[first]}, above {GPT2_VOCAB - 1}")
+    if least == most or most < 256:
+        refuse(f"its numbers run from {least} to {most}")
+    if zeros * 8 > size:
+        refuse("a fourth of its numbers or more is 0, as in numbers of 4 bytes")
 
 
 def map_file(name, path, dtype, record, vocab_size=256):
@@ -937,32 +1029,37 @@ def map_file(name, path, dtype, record, vocab_size=256):
     return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, (info.st_size, info.st_mtime_ns))
 
 
-def load(name_or_path, seq, verify=False, tokens="bytes"):
+def load(name_or_path, seq, verify=False, tokens="bytes", column="text"):
     """Finds a corpus, prepares it if it is not yet, and maps it.
 
-    Args: name_or_path: a name in NAMED, a file (mapped where it lies; a .parquet or .zip file is converted), or a folder
-        (its files joined, sorted by path); seq: tokens per window, of which every split must hold at least one;
-        verify: hash a converted corpus, and compare; tokens: "bytes", or "gpt2" (a file that ends in .tokens holds them
-        ready, as little-endian uint16; any other is text that is converted).
+    Args: name_or_path: a name in NAMED, a file, or a folder; seq: tokens per window, of which every split must hold at
+        least one; verify: compare the hash of what was prepared; tokens: "bytes", or "gpt2" (a file that ends in .tokens
+        holds them ready, as little-endian uint16; any other is text that is converted); column: of parquet and JSON
+        lines files, the one that holds the text ("": JSON lines are bytes as others).
     Returns: a Corpus. Raises: InputError for whatever is wrong with it.
     """
     if seq < 1:
         raise InputError(f"--seq must be at least 1, not {seq}")
-    record, files = {}, []
-    if found := find_recipe(name_or_path):
-        name, path, recipe = found
-        record = prepare(path, recipe, verify)
-        size = record["size"]
-    else:
-        name, path, size, root, files = locate(name_or_path)
-    if size == 0:
-        raise InputError(f"{name_or_path} is empty: give a file or folder with data in it (hidden files do not count)")
-    if files:
-        join(root, files, size, path)
+    name, path, recipe, left = find(name_or_path, column)
+    empty = recipe is not None and recipe.origin is not None and not recipe.size
+    record = prepare(path, recipe, partial(read_source, recipe), verify) if recipe and not empty else {}
+    more = record.get("left_out", {})
+    left_out = describe({why: left.get(why, []) + more.get(why, []) for why in left | more})
     with explain(f"read {path}"):
-        corpus = map_file(name, path, np.uint8, record)
-    if tokens == "gpt2":
-        corpus = map_tokens(name, path) if path.suffix == ".tokens" else tokenize(corpus)
+        if empty or path.stat().st_size == 0:
+            besides = f" (left out: {left_out})" if left_out else ""
+            raise InputError(f"{name_or_path} holds nothing to train on: give a file or folder of text{besides}")
+        ready = path.suffix == ".tokens" and not recipe
+        if ready and tokens != "gpt2":
+            raise InputError(f"{path} holds GPT-2's tokens, as its name says: add --tokens gpt2")
+        if ready:
+            check_tokens(path)
+        corpus = map_file(name, path, "<u2" if ready else "u1", record, GPT2_VOCAB if ready else 256)
+    if tokens == "gpt2" and not ready:
+        corpus = tokenize(corpus, verify)
+    corpus.left_out, corpus.verified = left_out, verify and bool(recipe or corpus.path != path)
+    if left_out:
+        note_once(f"{name_or_path}: left out {left_out}")
     if hasattr(mmap, "MADV_RANDOM"):  # else every window read from a cold disk drags in its whole neighbourhood
         corpus.tokens.base.madvise(mmap.MADV_RANDOM)
     shortest, unit = min(len(corpus.split(split)) for split in SPLITS), "tokens" if tokens == "gpt2" else "bytes"
@@ -1025,47 +1122,41 @@ def eval_index(n, count):
     return np.arange(count) * n // count
 
 
-def status(name, recipe):
+def status(name):
     """Size of a named corpus, what it takes to prepare it, and how far that is."""
-    if not recipe.sources:
-        _, _, size, _, missing = locate(name)
-        return f"{size:,} bytes, {'not prepared yet' if missing else 'prepared'}"
-    record = read_record(cache_dir() / name / f"{name}.bin", recipe)
+    _, path, recipe, _ = find(name)
+    record = read_record(path, recipe)
     if record["sha256"]:
         return f"{record['size']:,} bytes, prepared"
+    if recipe.origin:
+        return f"{recipe.size:,} bytes, not prepared yet"
     cost = f"downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk"
     begun = f"prepared up to byte {record['size']:,}" if record["size"] else "not prepared yet"
     return f"about {recipe.size:,} bytes, {cost}, {begun}"
 
 
 def main():
-    parser = Parser(
-        description="List the corpora, or prepare one and print its size, hash and splits.",
-        epilog="Prepared corpora are kept in $NANOHILBERT_DATA, or else in data/ beside this file.",
-    )
-    parser.add_argument(
-        "corpus",
-        nargs="?",
-        metavar="NAME_OR_PATH",
-        help=f"{', '.join(NAMED)}, a file (of a .parquet its column text, of a .zip what it holds), or a folder (its files "
-        "joined, sorted by path, without those whose name begins with a dot); left out: list what is available",
-    )
-    parser.add_argument(
-        "--seq", type=int, default=256, help="bytes in a window; each split must hold one (default: %(default)s)"
-    )
-    parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="gpt2: convert to GPT-2's BPE as well")
-    parser.add_argument("--verify", action="store_true", help="read all of a converted corpus, and compare its hash")
+    parser = Parser(description=__doc__, epilog="Prepared corpora are kept in $NANOHILBERT_DATA (default: data/ beside "
+                    "this file).")  # fmt: skip
+    parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH",
+                        help=f"{', '.join(NAMED)}, a file or a folder (default: list what there is)")  # fmt: skip
+    parser.add_argument("--seq", type=int, default=256, help="tokens in a window; each split must hold one (default: 256)")
+    parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or gpt2: GPT-2's BPE (default: bytes)")
+    parser.add_argument("--column", default="text", help="of parquet and JSON lines files: what holds the text (default: "
+                        "text); empty: JSON lines as they are")  # fmt: skip
+    parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
     if args.corpus is None:
         for name, recipe in NAMED.items():
-            print(f"{name:<12} {status(name, recipe)}: {recipe.about}")
-        print(
-            "PATH         any file or folder, as raw bytes; the column text of a .parquet file; what a .zip file holds"
-        )
+            print(f"{name:<12} {status(name)}: {recipe.about}")
+        print("PATH         any file or folder: bytes, parquet, JSON lines, zip")
         return
-    corpus, unit = load(args.corpus, args.seq, args.verify, args.tokens), "tokens" if args.tokens == "gpt2" else "bytes"
+    corpus = load(args.corpus, args.seq, args.verify, args.tokens, args.column)
+    unit, verified = "tokens" if args.tokens == "gpt2" else "bytes", ""
+    if args.verify:
+        verified = " (verified)" if corpus.verified else " (nothing was prepared that it could be compared with)"
     print(f"name   {corpus.name}\nfile   {corpus.path}\nsize   {len(corpus.tokens):,} {unit}")
-    print(f"sha256 {corpus.sha256}{' (verified)' if args.verify else ''}")
+    print(f"sha256 {corpus.sha256}{verified}")
     for split in SPLITS:
         tokens = corpus.split(split)
         print(f"{split:<6} {len(tokens):,} {unit}, {num_windows(tokens, args.seq):,} windows of {args.seq}")
