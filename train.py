@@ -575,7 +575,7 @@ def begin_folder(folder, explicit, stack):
 
 
 def identity(corpus):
-    return broadcast_from_rank0(lambda: {"name": corpus.name, "size": len(corpus.tokens), "sha256": corpus.sha256})
+    return broadcast_from_rank0(corpus.summary)
 
 
 def load_data(s, checkpoint=None):
