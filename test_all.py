@@ -3146,12 +3146,14 @@ def test_download_without_a_network(toy, cache, monkeypatch, capsys):
         ("CURL_CA_BUNDLE", "/no/such/file.pem", "CURL_CA_BUNDLE=/no/such/file.pem does not exist"),
     ],
 )
-def test_download_judges_the_environment_first(name, value, message, hub, toy, cache, merges, monkeypatch, capsys):
+def test_download_judges_the_environment_first(
+    name, value, message, hub, toy, cache, merges, tmp_path, monkeypatch, capsys
+):
     """Before the network and the disk are touched. The value of a token is never shown."""
     (merges / "vocab.bpe").unlink()
+    (tmp_path / "text.txt").write_text("the a " * 900)
     monkeypatch.setenv(name, value)
-    for argv in (["toy"], ["text.txt", "--tokens", "gpt2"]):
-        Path("text.txt").write_text("the a " * 900)
+    for argv in (["toy"], [str(tmp_path / "text.txt"), "--tokens", "gpt2"]):
         err = refused(argv, capsys)
         assert message in err and "hf_abc" not in err
     assert not hub.log and [p.name for p in cache.rglob("*") if p.is_file()] == []
