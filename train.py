@@ -469,8 +469,8 @@ def train(s, corpus, device, folder, again, checkpoint=None):
     if s.schedule == "cosine" and s.warmup >= s.steps:
         print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
     show = rank == 0 and sys.stderr.isatty()
-    print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} {len(corpus.tokens):,} tokens, "
-        f"{s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
+    print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} "
+                f"{len(corpus.tokens):,} tokens, {s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
     val_loss, bar = run.best["val_loss"], None
     if not math.isfinite(val_loss):  # a new run
         val_loss = run.validate()
@@ -535,15 +535,11 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
                       checkpoint=path.name, **report.provenance(device, world))  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Run folders: new ones, and those to go on with
-
-
 def check_out(given, several):
     """Raises InputError unless the folder of a new run, or of a sweep's runs, can be made and written."""
     out = given.get("out", "runs")
     base = Path(out)
-    if "out" in given and "resume" not in given and (not out or base.exists() and not (several and base.is_dir())):
+    if "out" in given and "resume" not in given and (not out or base.exists() and (not several or holds_run(base))):
         raise InputError(f"--out {out} exists: name another folder (a stopped run goes on with --resume alone)")
     above = next(p for p in (base, *base.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -597,28 +593,26 @@ def find_run(given, stack):
 
     Returns (None, None) if --out says that it may be begun, and it is not. Raises InputError for a flag that would change
     the run's course."""
-    found, path = None, Path(given["resume"])
-    names = ("best.pt",) * bool(given.get("eval_only")) + ("last.pt", "prev.pt")
-    begun = given.get("out") == given["resume"]  # by a command that begins a run or goes on with it
+    path, evaluates, checkpoint = Path(given["resume"]), bool(given.get("eval_only")), None
+    begins = given.get("out") == given["resume"] and not evaluates  # a command that begins a run or goes on with it
 
     def find():
-        nonlocal found
+        nonlocal checkpoint
         folder = path.parent if path.is_file() else path
-        if not given.get("eval_only") and [*folder.glob("log.jsonl"), *folder.glob("*.pt")]:
+        if not evaluates and [*folder.glob("log.jsonl"), *folder.glob("*.pt")]:
             stack.enter_context(sample.hold(folder))
-        if begun and not given.get("eval_only") and not path.is_file() and not holds_run(path):
-            return None
-        found = sample.read_checkpoint(path, names)
-        return found["path"]
+        if not begins or holds_run(path):
+            checkpoint = sample.read_checkpoint(path, ("best.pt",) * evaluates + ("last.pt", "prev.pt"))
+            return checkpoint["path"]
 
     file = broadcast_from_rank0(find)
     if not file:
         return None, None
     with rank_in_errors():
-        checkpoint = found or sample.read_checkpoint(file)
+        checkpoint = checkpoint or sample.read_checkpoint(file)
     saved = checkpoint["meta"]["settings"]
     for key, value in given.items():
-        if key not in MAY_CHANGE and not (begun and key == "out") and value != saved.get(key):
+        if key not in MAY_CHANGE and not (begins and key == "out") and value != saved.get(key):
             was = f"{value} differs from this run's {saved.get(key)}"
             raise InputError(f"--{key} {was} ({path}): drop it, or start a new run")
     try:
@@ -659,13 +653,13 @@ def run(given, device):
     """Goes on with a run, or begins one for each entry of the lists."""
     if "resume" in given and go_on(given, device):
         return
+    # What can be told before the first run is: a fault in the last of a sweep would come hours later.
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
     runs = [resolve(given, model, size, seed, device) for size, seed, model in itertools.product(*lists)]
     if given.get("params"):
         print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
         return
-    # What can be told before the first run is: a fault in the last of a sweep would come hours later.
     if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
         raise InputError("--model, --size and --seeds must not repeat an entry")
     explicit, several, base = "out" in given, len(runs) > 1, Path(given.get("out", "runs"))
@@ -680,11 +674,9 @@ def run(given, device):
             check(s)
         try_step(s, corpus, device)
     folders = [base / report.run_name(s.model, c.name, s.size, f"s{s.seeds}") for s, c in zip(runs, corpora)]
-    exist = broadcast_from_rank0(lambda: [f.exists() for f in folders])
+    fresh = broadcast_from_rank0(lambda: not any(f.exists() for f in folders))
     jobs = []  # of a sweep that may have begun: flags that begin each of its runs, or go on with it
     if explicit and several:
-        if not any(exist) and broadcast_from_rank0(lambda: base.exists() and any(base.iterdir())):
-            raise InputError(f"--out {base} exists, and holds no run of this sweep: name another folder")
         for s, folder in zip(runs, folders):
             course = {k: v for k, v in dataclasses.asdict(s).items() if k in given or k not in MAY_CHANGE}
             jobs.append(course | {"out": str(folder), "resume": str(folder)})
@@ -697,9 +689,9 @@ def run(given, device):
             continue
         with contextlib.ExitStack() as stack:
             folders[i] = broadcast_from_rank0(partial(begin_folder, folders[i], explicit, stack))
-            again = "the same command" + f" and --out {base}" * (not jobs)
-            if not several or (any(exist) and not jobs):  # the name of the folder does not say what it belongs to
-                again = f"python train.py --resume {folders[i]}"
+            again = "the same command" if jobs else f"python train.py --resume {folders[i]}"
+            if several and fresh and not jobs:  # else runs/ holds others of these names
+                again = f"the same command and --out {base}"
             train(s, corpus, device, folders[i], again)
     if several and rank == 0:
         with extra("table"):
