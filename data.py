@@ -21,10 +21,10 @@ order     sequence j of step s is window perm(seed, epoch)[(s*batch + j) mod n]:
 import argparse
 import codecs
 import hashlib
+import itertools
 import json
 import mmap
 import os
-import platform
 import random
 import re
 import shlex
@@ -482,39 +482,33 @@ def obtain(source, path):
 # ----------------------------------------------------------------------------------------------------------------------
 # What files hold
 
-FOREIGN = {  # what no text begins with (offset, bytes): what it is, and how to get at its text
+NOTHING = "it holds no text to train on"
+FOREIGN = {  # what no text begins with (offset, bytes): what it is, and what to do about it
     (0, b"\x1f\x8b\x08"): ("gzip", "gunzip {}"),
     (4, b"1AY&SY"): ("bzip2", "bunzip2 {}"),
     (0, b"\xfd7zXZ\0"): ("xz", "unxz {}"),
     (0, b"\x28\xb5\x2f\xfd"): ("Zstandard", "unzstd {}"),
-    (0, b"\x04\x22\x4d\x18"): ("LZ4", "unlz4 {}"),
     (257, b"ustar"): ("tar archive", "tar -xf {}"),
     (0, b"7z\xbc\xaf\x27\x1c"): ("7-Zip archive", "7z x {}"),
     (0, b"Rar!\x1a\x07"): ("RAR archive", "unrar x {}"),
     (0, b"SQLite format 3\0"): ("SQLite database", "sqlite3 {} .dump > FILE.txt"),
     (0, b"%PDF-"): ("PDF", "pdftotext {}"),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"): ("Office document", "soffice --convert-to txt {}"),
-    (0, b"\xff\xfe\0\0"): ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
-    (0, b"\0\0\xfe\xff"): ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
     (0, b"\xff\xfe"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
     (0, b"\xfe\xff"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
     (0, b"\x93NUMPY"): ("numpy array", "write GPT-2's tokens as little-endian uint16 to a file NAME.tokens"),
-    (0, b"ARROW1\0"): ("Arrow table", "write it as parquet"),
-    (0, b"\x89HDF\r\n"): ("HDF5", ""),
-    **dict.fromkeys([(0, b"\x80\x02\x8a\nl\xfc"), (0, b"\x80\x04\x95"), (0, b"\x80\x05\x95")], ("Python pickle", "")),
-    **dict.fromkeys([(3, b'\0\0\0\0\0{"'), (0, b"GGUF")], ("weights of a model", "")),
-    **dict.fromkeys([(0, b"\x89PNG"), (0, b"\xff\xd8\xff"), (0, b"GIF8"), (8, b"WEBP"), (0, b"II*\0")], ("image", "")),
-    **dict.fromkeys([(8, b"WAVE"), (0, b"OggS"), (0, b"fLaC"), (0, b"ID3"), (4, b"ftyp")], ("sound or video", "")),
-    **dict.fromkeys([(0, b"\x7fELF"), (0, b"MZ\x90\0"), (0, b"\xcf\xfa\xed\xfe"), (0, b"\0asm")], ("program", "")),
+    **dict.fromkeys([(0, b"\x80\x02\x8a\nl\xfc"), (0, b"\x80\x04\x95")], ("Python pickle", NOTHING)),
+    **dict.fromkeys([(3, b'\0\0\0\0\0{"'), (0, b"GGUF"), (0, b"\x89HDF\r\n")], ("weights of a model", NOTHING)),
+    **dict.fromkeys([(0, b"\x89PNG"), (0, b"\xff\xd8\xff"), (0, b"GIF8"), (8, b"WEBP")], ("image", NOTHING)),
+    **dict.fromkeys([(8, b"WAVE"), (0, b"OggS"), (0, b"ID3"), (4, b"ftyp")], ("sound or video", NOTHING)),
+    **dict.fromkeys([(0, b"\x7fELF"), (0, b"MZ\x90\0"), (0, b"\xcf\xfa\xed\xfe")], ("program", NOTHING)),
 }
 IN_ZIP = {  # a file that only such an archive holds: the same
-    "data.pkl": ("checkpoint of PyTorch", ""),
+    "data.pkl": ("checkpoint of PyTorch", NOTHING),
     "[Content_Types].xml": ("Office document", "soffice --convert-to txt {}"),
     "mimetype": ("e-book or OpenDocument", "pandoc -t plain {} > FILE.txt"),
-    "MANIFEST.MF": ("Java archive", ""),
 }
 LONGEST_LINE = 1 << 26  # bytes, of a JSON lines file
-NOTHING = "it holds no text to train on"
 STRINGS = ("string", "large_string", "string_view", "binary", "large_binary")  # types of a parquet column
 
 
@@ -522,33 +516,32 @@ def kind_of(file, column):
     """What an open file holds: ("bytes" | "zip" | "parquet" | "JSON lines", None), or else what it is, and what to do."""
     file.seek(0)
     head = file.read(512)
-    for (offset, magic), (kind, advice) in FOREIGN.items():
+    for (offset, magic), found in FOREIGN.items():
         if head.startswith(magic, offset):
-            return kind, advice or NOTHING
+            return found
     if head.startswith(b"PAR1"):
         return "parquet", None
     if head.startswith((b"PK\3\4", b"PK\5\6")):
         with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told when it is read
             names = {name.rpartition("/")[2] for name in archive.namelist()}
-            if found := names & set(IN_ZIP):
-                kind, advice = IN_ZIP[min(found)]
-                return kind, advice or NOTHING
+            return next((found for name, found in IN_ZIP.items() if name in names), ("zip", None))
         return "zip", None
     if head.startswith(b"{") and column:  # one object a line; of a single one it must be told by the column
         file.seek(0)
-        lines, rows = [file.readline(LONGEST_LINE) for _ in range(2)], []
+        rows = []
         with suppress(ValueError, RecursionError):
-            rows.extend(map(json.loads, lines))
+            rows.extend(json.loads(file.readline(LONGEST_LINE)) for _ in range(2))
         if rows and column in rows[0]:
             return "JSON lines", None
         if len(rows) == 2 and isinstance(rows[1], dict):
             return f"JSON lines without a column {column}", f"name its column with --column: {', '.join(rows[0])}"
+    if str(file.name).endswith(".tokens"):
+        return "GPT-2's tokens", None
     return "bytes", None
 
 
-def leave_out(left, kind, advice, name):
-    why = f"{kind} ({advice.replace('{}', 'FILE')})" if advice not in ("", NOTHING) else kind
-    left.setdefault(why, []).append(name)
+def leave_out(left, name, kind, advice=NOTHING):
+    left.setdefault(kind if advice == NOTHING else f"{kind} ({advice.replace('{}', 'FILE')})", []).append(name)
 
 
 def describe(left):
@@ -571,29 +564,34 @@ def list_files(root, stdlib=False):
     Of a file: itself."""
     if not root.is_dir():
         return [("", root.stat().st_size, root.stat().st_mtime_ns)], {}
-    files, left, todo, own = [], {}, [root], cache_dir()
+    files, left, todo, own, output = [], {}, [root], cache_dir(), []
+    for stream in (1, 2):  # what this program prints may go into the folder
+        with suppress(OSError):
+            output.append(os.fstat(stream))
     if own.is_relative_to(root):  # named before it exists as well: what is left out is the same at every load
-        leave_out(left, "cache", "", own.relative_to(root).as_posix())
+        leave_out(left, own.relative_to(root).as_posix(), "cache")
     while todo:
         for path in todo.pop().iterdir():
             name, link = path.relative_to(root).as_posix(), path.is_symlink()
             if stdlib and (path.name in NOT_STDLIB or not (path.is_dir() or (path.suffix == ".py" and path.is_file()))):
                 continue
             if path.name.startswith("."):
-                leave_out(left, "hidden", "", name)
+                leave_out(left, name, "hidden")
                 continue
             # A link out could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
             if link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
                 raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
             info = path.stat()
-            if stat.S_ISREG(info.st_mode):
+            if any(os.path.samestat(info, stream) for stream in output):
+                leave_out(left, name, "output of this program")
+            elif stat.S_ISREG(info.st_mode):
                 files.append((name, info.st_size, info.st_mtime_ns))
             elif not stat.S_ISDIR(info.st_mode):
                 raise InputError(f"{path} is not a regular file: remove it from the folder")
             elif is_run(path):
-                leave_out(left, "folder of a run", "", name)
+                leave_out(left, name, "folder of a run")
             elif path.name == "__pycache__" or path == Path(__file__).parent / "data" or (path / "pyvenv.cfg").exists():
-                leave_out(left, "cache", "", name)
+                leave_out(left, name, "cache")
             elif not link and path != own:  # a linked folder is read under its own name
                 todo.append(path)
     return sorted(files), {} if stdlib else left
@@ -615,9 +613,11 @@ def read_file(file, path, name, recipe, left):
     (kind, advice), separator = kind_of(file, recipe.column), recipe.separator.encode()
     file.seek(0)
     if advice:
-        leave_out(left, kind, advice, name)
+        leave_out(left, name, kind, advice)
+    elif kind == "GPT-2's tokens":
+        leave_out(left, name, kind, "name such a file alone")
     elif kind in ("zip", "parquet") and isinstance(file, zipfile.ZipExtFile):
-        leave_out(left, f"{kind} in a zip archive", "unzip it", name)
+        leave_out(left, name, f"{kind} in a zip archive", "unzip it")
     elif kind == "zip":
         yield from read_zip(file, path, name, recipe, left)
     elif kind == "parquet":
@@ -648,7 +648,7 @@ def read_zip(file, path, name, recipe, left):
             for member in members:
                 inner = f"{name}/{member.filename}"
                 if "/." in f"/{member.filename}":
-                    leave_out(left, "hidden", "", inner)
+                    leave_out(left, inner, "hidden")
                 elif not member.is_dir():
                     with archive.open(member) as f:
                         yield from read_file(f, path / member.filename, inner, recipe, left)
@@ -711,16 +711,13 @@ def try_lock(file):
 def locked(path):
     """One process at a time, on this machine. The lock ends with the process that holds it, however that ends."""
     with open(path, "ab") as f:
-        told = False
-        while True:
-            try:
+        for tries in itertools.count():
+            with suppress(BlockingIOError, PermissionError):
                 try_lock(f)
                 break
-            except (BlockingIOError, PermissionError):
-                if not told:
-                    note(f"another process prepares {path.parent}: waiting until it is done")
-                told = True
-                time.sleep(0.2)
+            if tries == 0:
+                note(f"another process prepares {path.parent}: waiting until it is done")
+            time.sleep(0.2)
         yield
 
 
@@ -797,8 +794,7 @@ def build(path, recipe, record, read):
                 file.unlink(missing_ok=True)
     record["sha256"] = hash_file(part)
     os.replace(part, path)
-    tools = {name: sys.modules[name].__version__ for name in ("numpy", "pyarrow", "requests") if name in sys.modules}
-    record |= {"mtime_ns": path.stat().st_mtime_ns, "versions": {"python": platform.python_version()} | tools}
+    record["mtime_ns"] = path.stat().st_mtime_ns
     write_record(folder, record)
     return record
 
@@ -869,7 +865,7 @@ def find(name_or_path, column="text"):
             if advice:
                 advice = advice.replace("{}", shlex.quote(str(given)))
                 raise InputError(f"{given} cannot be read as it is ({kind}): {advice}")
-            if kind == "bytes":
+            if kind in ("bytes", "GPT-2's tokens"):
                 return name, given, None, {}
         elif not stat.S_ISDIR(mode):
             raise InputError(f"{given} is not a regular file or a folder: copy what you want of it into a file")
