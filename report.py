@@ -296,7 +296,7 @@ PAPER_STEP_RATIOS = {"mamba": "about 3", "transformer": "about 2"}  # table 5
 PAPER_WARMUP_GAPS = {"mamba": "0.321 and 0.368", "transformer": "larger than at the end"}  # table 7: owt, fineweb
 PAPER_GAPS = {"mamba": (0.315, 0.396), "transformer": (-0.132, 0.034)}  # tables 7-8: at 1000 steps, all three
 PAPER_LOSS = {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"}  # table 8
-PAPER_SPREAD = {"hmamba": "about 2", "mamba": "more than 10"}, {"mamba": "10 to 100"}  # 8.4
+PAPER_SPREAD, PAPER_ENDS = {"hmamba": "about 2", "mamba": "more than 10"}, {"mamba": "10 to 100"}  # 8.4
 PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 and "
               "Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
 PAPER_WARMUP = 0.75  # of 1000 steps, table 4
@@ -309,15 +309,21 @@ NOT_SHARED = {"model", "seeds", "lr", "min_lr", "data", "out", "resume", "stop_a
 def check_training(events, path):
     """The events of a run of train.py, of which the header has all that the tables need, or InputError."""
     header, s, d = events[0], events[0]["settings"], events[0]["data"]
-    numbers = [s.get(key) for key in ("steps", "batch", "seq", "lr", "min_lr", "eval_seqs")]
-    numbers += [s.get("warmup") or 0, header["params"].get("total"), d.get("size")]
-    texts = [*map(s.get, ("model", "size", "seeds", "dtype")), d.get("name"), d.get("sha256")]
     course = [e for e in events if e["event"] in ("train", "val", "final")]
-    numbers += [e.get("loss" if e["event"] == "train" else "val_loss") for e in course]
-    texts += [e.get("split") for e in course if e["event"] == "val"]
-    whole = all(map(_is_number, numbers)) and all(isinstance(x, str) for x in texts) and header["params"]["total"] > 0
-    whole = whole and all(isinstance(header.get(key, {}), dict) for key in ("config", "versions"))
-    if not (whole and all(e.get("layers") for e in events if e["event"] == "grad")):
+    try:
+        o = header.get("optimizer", {"betas": (), "decay": 0, "clip": 0})
+        numbers = [s[key] for key in ("steps", "batch", "seq", "lr", "min_lr", "eval_seqs")]
+        numbers += [s.get("warmup") or 0, header["params"]["total"], d["size"], *o["betas"], o["decay"], o["clip"]]
+        numbers += [e["loss" if e["event"] == "train" else "val_loss"] for e in course]
+        texts = [*(s[key] for key in ("model", "size", "seeds", "dtype")), d["name"], d["sha256"]]
+        texts += [e["split"] for e in course if e["event"] == "val"]
+        parts = [e.get(key, {}) for e in events if e["event"] in ("header", "resume") for key in ("config", "versions")]
+        whole = all(map(_is_number, numbers)) and min(numbers[1:3]) > 0 < header["params"]["total"]
+        whole = whole and all(isinstance(x, str) for x in texts) and all(isinstance(x, dict) for x in parts)
+        whole = whole and all(e["layers"] for e in events if e["event"] == "grad")
+    except (KeyError, TypeError):
+        whole = False
+    if not whole:
         raise InputError(f"{path} is a damaged log: parts of a run of train.py are missing")
     for before, after in pairwise(e["step"] for e in course):
         if after < before:
@@ -500,7 +506,7 @@ def training_tables(shared, models):
     budget (8), cost (9.3), spread of the layers' gradients (8.4), every run. *Italics: the paper's, at 253M.*"""
     loss, budget, constant = unit(shared["tokens"]), shared["steps"], shared.get("schedule") == "constant"
     (goals, common), (warm, what) = targets(models), warmup_end(shared)
-    heads = [f"{goal} {loss}" for goal in goals]
+    heads, at_budget = [f"{goal} {loss}" for goal in goals], partial(loss_at, step=budget)
     evaluated = {step for runs in models.values() for events in runs.values() for step in curve(events)[0] if step}
 
     def paper(printed, label):
@@ -514,12 +520,13 @@ def training_tables(shared, models):
         losses = [loss_at(events, step) for step in sorted(evaluated)]
         return statistics.fmean(losses) if losses and None not in losses else None
 
-    def by_model(*columns):
+    def by_model(columns, missing=lambda label: ""):
         """A row a model: its label, and for each column, (function of a run, digits, the paper's), the range of its seeds."""
         rows = []
         for label, runs in models.items():
-            cells = [with_range([*map(value, runs.values())], digits) for value, digits, _ in columns]
-            rows.append((label, cells, [paper(printed, label) for *_, printed in columns]))
+            cells = [with_range([*map(value, runs.values())], digits) or missing(label) for value, digits, _ in columns]
+            printed = [paper(numbers, label) for *_, numbers in columns]
+            rows.append([label, *(cell and cell + number for cell, number in zip(cells, printed))])
         return rows
 
     def paired(join, sign, columns):
@@ -532,68 +539,50 @@ def training_tables(shared, models):
                 found.setdefault(f"{label} {sign} {other}", ["-"] * len(columns))[i] = cell
         return [[pair, *cells] for pair, cells in found.items()]
 
-    headers = [(label, len(runs), next(iter(runs.values()))[0]) for label, runs in models.items()]
+    def short(label):
+        return "not reached" if all(map(final_loss, models[label].values())) else "not finished"
+
+    def tokens(events):
+        steps = steps_to_target(*curve(events), common)
+        return None if steps is None else steps * shared["batch"] * shared["seq"]
+
     rows = []
-    for label, seeds, header in headers:
+    for label, runs in models.items():
+        header = next(iter(runs.values()))[0]
         s, config = header["settings"], header.get("config", {})
         shape = ", ".join(f"{key}={config[key]}" for key in ("D", "L") if key in config)
         rate = f"{s['lr']:g}" + ("" if constant else f" to {s['min_lr']:g}")
-        rows.append([label, f"{header['params']['total']:,}", shape, rate, seeds])
+        rows.append([label, f"{header['params']['total']:,}", shape, rate, len(runs)])
     text = [describe(shared, models), markdown(["model", "parameters", "shape", "learning rate", "seeds"], rows)]
-
-    rows = []
-    for label, cells, printed in by_model(*((reaches(goal), 0, PAPER_STEPS.get(goal, {})) for goal in goals)):
-        missing = "not reached" if all(map(final_loss, models[label].values())) else "not finished"
-        rows.append([label, *((cell or missing) + number for cell, number in zip(cells, printed))])
-    text.append(markdown(["model", *heads], rows, "#### Steps to a validation loss") if goals else "")
+    if goals:
+        rows = by_model([(reaches(goal), 0, PAPER_STEPS.get(goal, {})) for goal in goals], short)
+        text.append(markdown(["model", *heads], rows, "#### Steps to a validation loss"))
     columns = [(reaches(goal), PAPER_STEP_RATIOS if goal in (2.5, 2.2, 2.0) else {}) for goal in goals]
     text.append(markdown(["pair", *heads], paired(ratio, "/", columns), "#### Ratio of steps",
                          "Above 1: the second is faster. Geometric means."))  # fmt: skip
-
     ends = {label: f"{low} to {high}" for label, (low, high) in PAPER_GAPS.items()}
-    columns = [(lambda events: loss_at(events, warm), {} if constant else PAPER_WARMUP_GAPS),
-               (lambda events: loss_at(events, budget), ends), (final_loss, {}), (mean_loss, {})]  # fmt: skip
+    columns = [(partial(loss_at, step=warm), {} if constant else PAPER_WARMUP_GAPS), (at_budget, ends), (final_loss, {}), (mean_loss, {})]
     head = ["pair", f"at step {warm:.0f}, {what}", f"at step {budget}, the budget", "there, whole split",
             "mean of all evaluations but the first"]  # fmt: skip
     text.append(markdown(head, paired(difference, "-", columns), f"#### Gap in validation loss, {loss}",
                          "Above 0: the second leads."))  # fmt: skip
-
-    columns = (lambda events: loss_at(events, budget), 3, {}), (final_loss, 3, PAPER_LOSS)
-    rows = []
-    for label, cells, printed in by_model(*columns):
-        rows.append([label, *((cell or "not finished") + number for cell, number in zip(cells, printed))])
+    rows = by_model([(at_budget, 3, {}), (final_loss, 3, PAPER_LOSS)], lambda label: "not finished")
     text.append(markdown(["model", "fixed windows", "whole split"], rows, f"#### Validation loss at the budget, {loss}"))
-
-    def tokens(events):
-        steps = reaches(common)(events)
-        return None if steps is None else steps * shared["batch"] * shared["seq"]
-
-    def millions(events):
-        return tokens(events) and tokens(events) / 1e6
-
-    def minutes(events):
-        return tokens(events) and tokens(events) / speed(events) / 60
-
     if common:
-        rows = [[label, *cells] for label, cells, _ in by_model((millions, 2, {}), (speed, 0, {}), (minutes, 1, {}))]
+        rows = by_model([(lambda events: tokens(events) and tokens(events) / 1e6, 2, {}), (speed, 0, {}),
+                         (lambda events: tokens(events) and tokens(events) / speed(events) / 60, 1, {})])  # fmt: skip
         note = "At the median speed of each run, without validation." + f" {PAPER_COST}" * (loss == "bpc")
         head = ["model", "tokens, millions", "tokens a second", "minutes"]
         text.append(markdown(head, rows, f"#### Cost of {common} {loss}", note))
-
+    rows = by_model([(lambda events: (layer_spread(events) or (None, None))[0], 2, PAPER_SPREAD),
+                     (lambda events: (layer_spread(events) or (None, None))[1], 2, PAPER_ENDS)])  # fmt: skip
+    text.append(markdown(["model", "largest over smallest", "last over first"], [row for row in rows if row[1]],
+                         "#### Gradient norms of the layers", "Medians over the evaluations."))  # fmt: skip
     rows = []
-    for label, runs in models.items():
-        spreads = zip(*filter(None, map(layer_spread, runs.values())))
-        cells = [with_range(values, 2) + paper(printed, label) for values, printed in zip(spreads, PAPER_SPREAD)]
-        rows += [[label, *cells]] if cells else []
-    text.append(markdown(["model", "largest over smallest", "last over first"], rows, "#### Gradient norms of the layers",
-                         "Medians over the evaluations."))  # fmt: skip
-
-    rows = []
-    for label, runs in models.items():
-        for seed, events in runs.items():
-            steps = [with_range([reaches(goal)(events)], 0) or "-" for goal in goals]
-            ends = [with_range([x], 3) or "-" for x in (loss_at(events, budget), final_loss(events))]
-            rows.append([label, seed, *steps, *ends])
+    for label, seed, events in [(label, *run) for label, runs in models.items() for run in runs.items()]:
+        steps = [with_range([reaches(goal)(events)], 0) or "-" for goal in goals]
+        ends = [with_range([x], 3) or "-" for x in (at_budget(events), final_loss(events))]
+        rows.append([label, seed, *steps, *ends])
     text.append(markdown(["model", "seed", *heads, "at the budget", "whole split"], rows, "#### Every run"))
     return "\n\n".join(filter(None, text))
 
@@ -729,13 +718,7 @@ def plot_rates(shared, models, path):
             ax.set_xticks([], minor=True)
 
 
-def training_report(logs, out=None):
-    """Tables of all groups of runs and, into the folder `out`, these and the figures. Returns the tables, and the paths."""
-    text, figures = training_parts(logs)
-    return text, write_report(text, figures, out) if out else []
-
-
-def training_parts(logs):
+def training_report(logs):
     """(tables, {file name: function that draws it into a path}) of all groups of runs."""
     groups, text, figures, sweeps = group_runs(logs), [], {}, {}
     keys = dict.fromkeys(key for shared, _ in groups for key in shared)
@@ -817,7 +800,8 @@ def check_task(events, path):
     events = [e for e in events if e["event"] in ("header", "train", "eval", "final")]
     try:
         header, s = events[0], events[0]["settings"]
-        whole = {"model", "task", "seed", "epochs", "train_length"} <= s.keys() and header["params"]["total"] > 0
+        whole = all(isinstance(s[key], int) for key in ("seed", "epochs", "train_length")) and header["params"]["total"] > 0
+        whole = whole and all(isinstance(s[key], str) for key in ("model", "task"))
         whole = whole and max(header["data"]["shares"]) <= 1
         if events[-1]["event"] == "final":
             lengths = {e["length"]: len(e["acc_by_pos"]) for e in events if e["event"] == "eval" and e["acc"] <= 1}
@@ -966,20 +950,18 @@ def plot_dynamics(groups, model, path):
         axes[1][0].set(ylabel=f"accuracy at length {length}")
 
 
-def task_report(logs, out=None):
-    """The tables and, into the folder `out`, these and the figures. Returns the tables, and the paths."""
-    text, figures = task_parts(logs)
-    return text, write_report(text, figures, out) if out else []
-
-
-def task_parts(logs):
-    """(tables, {file name: function that draws it into a path}) of the runs of tasks.py."""
-    groups = group_tasks(logs)
-    models = list(dict.fromkeys(model for models in groups.values() for model in models))
+def task_figures(groups):
+    """{file name: function that draws it into a path} of group_tasks."""
+    names = list(dict.fromkeys(model for models in groups.values() for model in models))
     figures = {f"lengths-{task}.png": partial(plot_lengths, task, models) for task, models in groups.items()}
-    dynamics = "csp-fast" if "csp-fast" in models else models[0]
-    figures |= {"seeds.png": partial(plot_seeds, groups), "dynamics.png": partial(plot_dynamics, groups, dynamics)}
-    return task_tables(logs), figures
+    dynamics = partial(plot_dynamics, groups, "csp-fast" if "csp-fast" in names else names[0])
+    return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": dynamics}
+
+
+def task_report(logs, out):
+    """Writes tables and figures into the folder `out`. Returns the tables, and the paths."""
+    text = task_tables(logs)
+    return text, write_report(text, task_figures(group_tasks(logs)), out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1184,8 +1166,11 @@ def main():
         raise InputError("logs of train.py and of tasks.py do not go into one report")
     if out and out.suffix in (".png", ".md", ".jpg", ".pdf", ".svg"):
         raise InputError(f"--out {out} must be a folder: tables and figures go into it")
-    check, parts = (check_task, task_parts) if of_tasks[0] else (check_training, training_parts)
-    show_report(*parts([check(events, run) for events, run in zip(logs, runs)]), out)
+    if of_tasks[0]:
+        logs = [check_task(events, run) for events, run in zip(logs, runs)]
+        show_report(task_tables(logs), task_figures(group_tasks(logs)), out)
+    else:
+        show_report(*training_report([check_training(events, run) for events, run in zip(logs, runs)]), out)
 
 
 if __name__ == "__main__":
