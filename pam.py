@@ -216,9 +216,9 @@ class Memory(nn.Module):
     def gates(self, x):
         """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and p, (B, T, H) each, at least float32."""
         flat, size = (x, x.abs()) if self.real else (torch.cat(x.unbind(-1), -1), modulus(x))
-        # Under bf16 autocast the logits are rounded to bf16; everything made of them from here on is at least float32.
-        dt = F.softplus(wide(self.dt_proj(flat)))
-        p = wide(self.protect_proj(size.to(x.dtype))).sigmoid()
+        with torch.autocast(x.device.type, enabled=False):  # small maps, in float32 for the reason of ComplexLinear
+            dt = F.softplus(wide(self.dt_proj(flat.to(self.dt_proj.weight.dtype))))
+            p = wide(self.protect_proj(size.to(self.protect_proj.weight.dtype))).sigmoid()
         # eq. 5: gamma = e^-dt (1 - p) + p = 1 - (1 - p)(1 - e^-dt), whose log keeps its digits near gamma = 1. Below
         # gamma = 1e-7, where float32 has no digits of 1 - gamma, it stays there: no log of 0.
         closing = (1 - p) * torch.expm1(-dt)
