@@ -204,9 +204,8 @@ class Corpus:
         """The tokens of "train", "val" or "test", a view of the map. Raises InputError for any other name."""
         if name not in SPLITS:
             raise InputError(f"unknown split {name!r}: choose one of {', '.join(SPLITS)}")
-        unit = self.tokens.itemsize  # bytes
-        if splits := self.record.get("splits"):
-            first, last = (place // unit for place in splits[name])
+        if splits := self.record.get("splits"):  # in bytes
+            first, last = (place // self.tokens.itemsize for place in splits[name])
         else:
             first, last = (len(self.tokens) * percent // 100 for percent in SPLITS[name])
         return self.tokens[first:last]
@@ -379,23 +378,16 @@ def retry(action, url, path, position=lambda: 0, tries=None):
             time.sleep(wait)
 
 
-def look_up(url, path):
-    """Size in bytes and SHA-256 (None: not told) that the server states for the file at url."""
-    import requests
-
-    def ask():
-        with request(url) as answer:
-            size, sha256 = answer.headers.get("Content-Length", ""), answer.sha256
-        if not size.isdecimal():
-            raise requests.RequestException("its size is not told")
-        if url.startswith(f"{HUB}/") and not sha256:  # a mirror may not pass it on: the list of the folder has it too
-            repository, revision, file = re.fullmatch("(.*)/resolve/([^/]*)/(.*)", url.removeprefix(HUB)).groups()
-            with suppress(requests.HTTPError, KeyError, TypeError, StopIteration):
-                with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
-                    sha256 = next(e for e in answer.json() if e["path"] == file)["lfs"]["oid"]
-        return int(size), sha256
-
-    return retry(ask, url, path)
+def look_up(url):
+    """Size in bytes and SHA-256 that the server states for the file at url, or None. Raises RequestException."""
+    with request(url) as answer:
+        size, sha256 = answer.headers.get("Content-Length", ""), answer.sha256
+    if url.startswith(f"{HUB}/") and not sha256:  # a mirror may not pass it on: the list of the folder has it too
+        repository, revision, file = re.fullmatch("(.*)/resolve/([^/]*)/(.*)", url.removeprefix(HUB)).groups()
+        with suppress(OSError, KeyError, TypeError, StopIteration):
+            with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
+                sha256 = next(e for e in answer.json() if e["path"] == file)["lfs"]["oid"]
+    return int(size) if size.isdecimal() else None, sha256
 
 
 def download(url, size, sha256, path, tries=None):
@@ -460,21 +452,23 @@ def obtain(source, path):
         found, sha256 = content_sha256(path), source.sha256
         if not sha256:
             with suppress(InputError):  # without a network whoever put it there is to be trusted
-                _, sha256 = look_up(source.url, path)
+                _, sha256 = retry(partial(look_up, source.url), source.url, path)
         if found and sha256 in (None, found):
             return found
         os.replace(path, f"{path}.bad")
         note(f"{path} is not the right file (SHA-256 {found} instead of {sha256}): renamed to {path.name}.bad")
-    for url in (source.url, *source.mirrors):
+    *others, last = source.url, *source.mirrors
+    for url in (*others, last):
         try:
-            size, told = (source.size, None) if source.size else look_up(url, path)
-            if not (sha256 := source.sha256 or told):
-                raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256: unset HF_ENDPOINT")
+            size, told = (source.size, None) if source.size else retry(partial(look_up, url), url, path, tries=source.tries)
+            sha256 = source.sha256 or told
+            if not sha256 or not size:
+                raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256 and size: unset HF_ENDPOINT")
             note(f"downloading {url} ({size / 1e6:,.1f} MB)")
             download(url, size, sha256, path, source.tries)
             return sha256
         except InputError as e:
-            if url == (source.url, *source.mirrors)[-1]:
+            if url == last:
                 raise
             note(str(e))
 
@@ -541,7 +535,8 @@ def kind_of(file, column):
 
 
 def leave_out(left, name, kind, advice=NOTHING):
-    left.setdefault(kind if advice == NOTHING else f"{kind} ({advice.replace('{}', 'FILE')})", []).append(name)
+    advice = advice.replace("{}", "FILE").partition(":")[0]  # without the columns, which differ from file to file
+    left.setdefault(kind if advice == NOTHING else f"{kind} ({advice})", []).append(name)
 
 
 def describe(left):
@@ -997,25 +992,19 @@ def tokenize(corpus, verify=False):
 
 def check_tokens(path):
     """Raises InputError if a file does not hold GPT-2's tokens, as little-endian uint16. Reads it whole."""
-    size, zeros, least, most = path.stat().st_size, 0, 1 << 16, 0
-
-    def refuse(why):
-        raise InputError(f"{path} is no file of GPT-2's tokens, little-endian uint16: {why}")
-
-    if size % 2:
-        refuse(f"it has {size:,} bytes")
+    size, counts = path.stat().st_size, np.zeros(1 << 16, np.int64)
     for begin in range(0, size // 2, 1 << 22):
-        block = np.fromfile(path, "<u2", 1 << 22, offset=2 * begin)
-        zeros, least, most = zeros + int((block == 0).sum()), min(least, block.min()), max(most, block.max())
-        if block.view("u1").min() >= 9:  # of tokens, the more frequent ones are below 9 * 256
-            refuse("it is text")
-        if block.max() >= GPT2_VOCAB:
-            first = int((block >= GPT2_VOCAB).argmax())
-            refuse(f"number {begin + first:,} is {block[first]}, above {GPT2_VOCAB - 1}")
-    if least == most or most < 256:
-        refuse(f"its numbers run from {least} to {most}")
-    if zeros * 8 > size:
-        refuse("a fourth of its numbers or more is 0, as in numbers of 4 bytes")
+        counts += np.bincount(np.fromfile(path, "<u2", 1 << 22, offset=2 * begin), minlength=1 << 16)
+    seen = counts.nonzero()[0] if size > 1 else counts[:1]
+    for wrong, why in (
+        (size % 2, f"it has {size:,} bytes"),
+        ((seen & 255).min() >= 9 and (seen >> 8).min() >= 9, "it is text"),  # which has no control characters
+        (seen[-1] >= GPT2_VOCAB, f"it holds {seen[-1]}, above {GPT2_VOCAB - 1}"),
+        (len(seen) == 1 or seen[-1] < 256, f"its numbers run from {seen[0]} to {seen[-1]}"),
+        (counts[0] * 8 > size, "a fourth of its numbers or more is 0, as in numbers of 4 bytes"),
+    ):
+        if wrong:
+            raise InputError(f"{path} is no file of GPT-2's tokens, little-endian uint16: {why}")
 
 
 def map_file(name, path, dtype, record, vocab_size=256):

@@ -2349,6 +2349,7 @@ FAULTS = [  # what lies in the folder, the command line, what the message has to
     (lambda x: write_tree(x.parent, {"cache/a": text(900)}), ["cache"], "where prepared corpora are kept"),
     (lambda x: write_tree(x, {"log.jsonl": b"{}", "last.pt": b""}), ["x"], "where a run and its checkpoints are kept"),
     (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "text (left out: gzip (gunzip FILE): a, b)\n"),
+    (lambda x: write_tree(x, {"a": b'{"b": 1}\n' * 2, "c": b'{"d": 1}\n' * 2}), ["x"], "(name its column with --column): a, c)"),
     (lambda x: write_tree(x, {"a.tokens": text(900)}), ["x"], "GPT-2's tokens (name such a file alone): a.tokens"),
     (lambda x: parquet(x, []), ["x"], "x holds nothing to train on"),
     (lambda x: parquet(x, documents(4)), ["x"], "too short"),
@@ -5535,8 +5536,9 @@ ENGLISH = np.random.RandomState(0).randint(0, 265, 9000).astype("<u2")  # number
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("one.tokens", b"a", "little-endian uint16: it has 1 bytes"),
         ("odd.tokens", ENGLISH.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
-        ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "number 99 is 265, above 264"),
+        ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "it holds 265, above 264"),
         ("zero.tokens", bytes(18_000), "its numbers run from 0 to 0"),
         ("same.tokens", b"\x02\x01" * 9000, "its numbers run from 258 to 258"),
         ("bytes.tokens", ENGLISH.astype("u1").astype("<u2").tobytes(), "its numbers run from 0 to 255"),
