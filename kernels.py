@@ -1,4 +1,4 @@
-"""What moves information through time in every model: a float64 reference, a fast torch path, one public function each.
+"""What moves information through time in every model.
 
 Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), eqs. 2-5
 and Algorithms 1-3; "Mamba" (Gu and Dao, arXiv 2312.00752), Algorithm 2 and section 3.3; "Phase-Associative Memory:
@@ -10,6 +10,9 @@ Sequence Modeling in Complex Hilbert Space" (PAM), eqs. 5-7.
     born_attention   o_i = sum_{j<=i} |<q_i|k_j>|^2 v_j / sum_{j<=i} |<q_i|k_j>|^2   used by H-Transformer
     phase_memory     S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t         used by PAM and SAM
 
+Part I says what each operation is: its mathematics and adjoint, its float64 reference, its public function. That is all
+that a reader beside the papers needs. Part II computes the operations in PyTorch, Part III in Triton.
+
 Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)   E d_inner   N state width
     log_decay (B, T, C)     log|a_t|, QS eq. 2            theta (B, T, C)   arg a_t in radians, QS eq. 3
     b         (B, T, C, 2)  complex input, QS eq. 2       h     (B, T, C, 2) complex state psi_t, QS eq. 2
@@ -18,41 +21,33 @@ Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)
     S         (B, H, d, d, 2)  matrix state, PAM eq. 6, indexed [value, key]
 Complex numbers are real pairs: the last axis holds (re, im).
 
-Every operation takes an initial state, returns the final one, and has gradients for both. It computes in float32
-(float64 if an input is float64) whatever the input dtype, in O(T) memory: the backward recomputes what it needs. Not so
-the references and phase memory's "dual", which are there to compare with: O(T^2) memory, or a state a token. (The Triton
-kernels of Born attention and phase memory multiply half-precision inputs, and all inputs under autocast, in bfloat16, and
-sum in float32.)
-The same inputs give the same bits, but for one exception: on CUDA the torch paths of Born attention and phase memory, and
+Every operation takes inputs of any float dtype and strides, and an initial state. It returns the final state, and has
+gradients for both. T is at least 1; a batch of no sequences gives empty outputs. States and sums are float32 (float64 if an
+input is) whatever the input dtype. The memory is O(T): the backward recomputes what it needs. Exceptions: the references
+and phase memory's "dual" take O(T^2) memory, or a state a token. The Triton kernels of Born attention and phase memory
+multiply half-precision inputs, and under autocast all inputs, in bfloat16, and sum in float32.
+
+The same inputs give the same bits. One exception: on CUDA the torch paths of Born attention and phase memory, and
 "clamped", use torch.cumsum, for which PyTorch does not promise it, and which torch.use_deterministic_algorithms(True)
 refuses there. The Triton kernels do not.
-The core of each torch and Triton path is a custom operator, so that torch.compile, autocast, activation checkpointing and
-DDP see one opaque node; gradients are reverse mode only, once. "dual", "step", "clamped" and the references are plain
-PyTorch operations.
 
-backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64,
-            else "torch". "triton", "torch" and "reference" (plain PyTorch in float64, step by step or all at once) force
-            one; so does the environment variable NANOHILBERT_BACKEND for every call that does not say.
+The core of each torch and Triton path is one custom operator for torch.compile, autocast, activation checkpointing and DDP.
+Its gradients are reverse mode, once. Forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are refused by it
+and need backend="reference". The references, "dual", "step" and "clamped" are plain PyTorch.
 
-Forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) need backend="reference": the operators refuse them.
+backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64, else
+            "torch". "triton", "torch" and "reference" (float64 inside, in the same dtypes outside) force one; so does the
+            environment variable NANOHILBERT_BACKEND for every call that does not say.
 
-    python kernels.py             checks every operation on the present device against its reference
-    python kernels.py --compile   compiles the Triton kernels for sm_80 and sm_90 without a GPU: registers, instructions
+    python kernels.py    checks every operation on the present device against its reference
 """
 
 import argparse
 import math
 import os
 import re
-import signal
-import subprocess
 import time
-from collections import Counter
 from contextlib import nullcontext
-from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +60,9 @@ try:
 except ImportError:  # as on macOS and Windows: the torch paths do the work
     triton = None
 
-CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
+# ----------------------------------------------------------------------------------------------------------------------
+# Part I: what each operation is
+
 BACKENDS = "torch", "triton", "reference"
 
 
@@ -76,120 +73,68 @@ def check_backend():
     return backend
 
 
-def custom_op(name, mutates_args):
-    """torch.library.custom_op, whose tangents would be zero without a word, so it refuses them."""
-
-    def decorate(function):
-        operator = torch.library.custom_op(name, function, mutates_args=mutates_args)
-
-        def call(*inputs):
-            if forward_ad._current_level >= 0:
-                _refuse_tangents(inputs)
-            return operator(*inputs)
-
-        call.operator, call.register_fake, call.register_autograd = (
-            operator,
-            operator.register_fake,
-            operator.register_autograd,
-        )
-        return call
-
-    return decorate
-
-
-def _refuse_tangents(inputs):
-    """Raises where forward-mode differentiation is under way: inside torch.func.jvp always, else if an input has a tangent."""
-    functional = torch._C._are_functorch_transforms_active()
-    if functional or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs if isinstance(x, Tensor)):
-        raise NotImplementedError(
-            "forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) do not pass through this operator; "
-            "take backend='reference', or set NANOHILBERT_BACKEND=reference"
-        )
-
-
-def _compute_dtype(*tensors):
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
-def _expect_shape(name, x, *shapes):
-    if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, shapes))}")
-
-
 def _expect_one_of(name, value, *known):
     if value not in known:
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(str(x) for x in known if x is not None)}")
 
 
-def _expect_floats(**tensors):
-    for name, x in tensors.items():
-        if x is not None and x.is_complex():
-            raise ValueError(f"{name} is {x.dtype}; give real pairs, torch.view_as_real({name})")
-        if x is not None and not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype}; expected a float dtype (complex numbers as real pairs)")
-
-
-def _in_dtype(dtype, *outputs):
-    return tuple(x.to(dtype) for x in outputs)
-
-
-def _pick(backend, known, *tensors):
-    """The backend for these inputs: as told, as the environment says, or by device and dtype."""
-    _expect_one_of("backend", backend, None, *known)
-    backend = backend or check_backend()
-    float64 = _compute_dtype(*tensors) == torch.float64
+def _pick(backend, *tensors, more=()):
+    """The backend for these inputs: as told (`more` may be, too), as the environment says, or by device and dtype. And the
+    dtype of states and sums."""
+    _expect_one_of("backend", backend, None, *BACKENDS, *more)
+    backend, dtype = backend or check_backend(), _compute_dtype(*tensors)
     if backend is None:
-        backend = "triton" if triton is not None and tensors[0].is_cuda and not float64 else "torch"
-    if backend == "triton" and tensors[0].numel():  # without elements there is nothing to launch
+        backend = "triton" if triton is not None and tensors[0].is_cuda and dtype != torch.float64 else "torch"
+    if backend == "triton" and not tensors[0].numel():
+        return "torch", dtype  # without elements there is nothing to launch
+    if backend == "triton":
         if triton is None:
             raise ValueError("backend='triton', but Triton is not installed (pip install triton; Linux only)")
-        if float64:
+        if dtype == torch.float64:
             raise ValueError("backend='triton' computes in float32; give float32 inputs or take backend='torch'")
-        if any(x.device != tensors[0].device for x in tensors):
-            raise ValueError(f"inputs on several devices: {', '.join(sorted({str(x.device) for x in tensors}))}")
-        if not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1" and _recorded is None:
+        if not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f"backend='triton' needs CUDA tensors (these: {tensors[0].device}), or TRITON_INTERPRET=1")
+    return backend, dtype
+
+
+def _check(shapes, *tensors, **sizes):
+    """The sizes of the letters of "q: B H T N 2; S: B H N N 2", in their order. ValueError unless each tensor that is given
+    has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the first. "C|1"
+    stands for C or 1; sizes that are known already come by name."""
+    for entry, x in zip(shapes.split("; "), tensors, strict=True):
+        if x is None:
+            continue
+        name, axes = entry.split(": ")
+        axes = axes.split()
+        if not x.is_floating_point():
+            pairs = f"real pairs: torch.view_as_real({name})" if x.is_complex() else "a float dtype"
+            raise ValueError(f"{name} is {x.dtype}; expected {pairs}")
+        fits = x.dim() == len(axes)
+        for axis, n in zip(axes, x.shape):
+            if not (axis.endswith("|1") and n == 1):
+                axis = axis.removesuffix("|1")
+                size = int(axis) if axis.isdigit() else sizes.setdefault(axis, n)
+                fits = fits and n == size and (n > 0 or axis not in "TNd")
+        if not fits:
+            given = ", ".join(f"{axis} = {n}" for axis, n in sizes.items() if n and axis in axes)
+            least = " and ".join(axis for axis in axes if axis in "TNd")
             raise ValueError(
-                f"backend='triton' needs CUDA tensors (they are on {tensors[0].device}), or TRITON_INTERPRET=1"
+                f"{name} has shape {tuple(x.shape)}; expected ({', '.join(axes)})"
+                f"{f' with {given}' if given else ''}{f', {least} > 0' if least else ''}"
             )
-        return "triton"
-    return "torch" if backend == "triton" else backend
+        if x.device != tensors[0].device:
+            raise ValueError(f"inputs on several devices: {name} is on {x.device}, expected {tensors[0].device}")
+    return tuple(sizes.values())
 
 
-def _autocast(*tensors):
-    """Under autocast, of either dtype, bfloat16: in that the kernels multiply half precision, and what went through float16
-    before would have the range of one and the digits of the other."""
-    if not torch.is_autocast_enabled(tensors[0].device.type) or all(x.dtype == torch.float16 for x in tensors):
-        return tensors
-    return [x.bfloat16() for x in tensors]
+def _compute_dtype(*tensors):
+    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
-# Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is changing, and
-# with it bits; without a bound of its own the assembler spills a few registers to fit one more program on a multiprocessor.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": 255}
-_recorded = None  # or a list, which takes the launches in place of the device
+def _in_dtype(dtype, *tensors):
+    return tuple(None if x is None else x.to(dtype) for x in tensors)
 
 
-def _launch(kernel, programs, *args, **constants):
-    """Every start of a Triton kernel, on one grid axis."""
-    if _recorded is not None:
-        return _recorded.append((kernel, args, constants))
-    device = next(x for x in args if isinstance(x, Tensor)).device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](*args, **constants, **OPTIONS)
-
-
-def _power_of_two(n):
-    """The next one from n on."""
-    return 1 << (n - 1).bit_length()
-
-
-def _matrix(x, rows):
-    """x as (rows, columns), columns next to each other; a view wherever the strides allow, as for a slice of the last axis."""
-    x = x.reshape(rows, -1)
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                                (QS eq. 2)
 # The adjoint runs backwards in time. With g_t = dL/dh_t + conj(a_{t+1}) g_{t+1} and z_t = a_t h_{t-1}:
 #     dL/db_t = g_t     dL/dlog_decay_t = Re(conj(z_t) g_t)     dL/dtheta_t = Im(conj(z_t) g_t)     dL/dh0 = conj(a_1) g_1
@@ -212,11 +157,383 @@ def complex_scan_reference(log_decay, theta, b, h0=None):
     return (h_all, h) if theta is None else (torch.view_as_real(h_all), torch.view_as_real(h))
 
 
+def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
+    """Complex (or real) diagonal linear recurrence h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t, QS eq. 2.
+
+    Args:
+        log_decay: (B, T, C) or (B, T, 1), log-modulus of the transition, usually <= 0.
+        theta: (B, T, C), its angle in radians; None for a real recurrence. In the Triton kernel below 1e5 in size: its sine
+            and cosine lose digits beyond.
+        b: (B, T, C, 2) input, or (B, T, C) if theta is None.
+        h0: (B, C, 2) or (B, C) state before the first step; None is zero.
+        method: "exact", or "clamped" for QS Algorithm 2 as printed (chunks of 64, log-decay clamped at -30).
+        backend: of method=exact: None, "torch", "triton" or "reference", as above.
+    Returns:
+        (h, hT): every state, in b's shape, and the last one; float32 (float64 if an input is).
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend, or one that cannot run here.
+    """
+    _expect_one_of("method", method, "exact", "clamped")
+    pair, tensors = "" if theta is None else " 2", (b, theta, log_decay, h0)
+    B, T, C = _check(f"b: B T C{pair}; theta: B T C; log_decay: B T C|1; h0: B C{pair}", *tensors)
+    if method == "clamped":
+        if theta is None:
+            raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
+        return complex_scan_clamped(log_decay, theta, b, h0)
+    backend, dtype = _pick(backend, *tensors)
+    if backend == "reference":
+        return _in_dtype(dtype, *complex_scan_reference(log_decay, theta, b, h0))
+    h0 = b.new_zeros(B, *b.shape[2:], dtype=dtype) if h0 is None else h0.to(dtype)
+    if backend == "triton":
+        h = _triton_scan(log_decay.expand(B, T, C), theta, None, None, b, h0, b.dtype)
+    else:
+        log_decay, theta, b = _in_dtype(dtype, log_decay, theta, b)
+        h, _ = _complex_scan(log_decay.expand(B, T, C), theta, b, h0)
+    return h, h[:, -1].clone()  # a view would keep all of h alive
+
+
+def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None):
+    """complex_scan with H-Mamba's transition: log_decay = log sigmoid(gate) and theta = 2 atan(phi) with
+    phi = dt / 2 (delta + omega); QS Algorithm 1, eqs. 2 and 3. On a GPU the transition never reaches memory, and views of one
+    projection are read where they lie.
+
+    Args:
+        delta: (B, T, H, N) logits, QS 5.2.               dt: (B, T, H) step size, one a head, QS 5.7.
+        gate: (B, T, H, N) logits; None: alpha = 1.       omega: (H, N) angular rates.
+        b: (B, T, H, N, 2) complex input.                 h0: (B, H, N, 2) state before the first step; None is zero.
+        method, backend: as complex_scan.
+    Returns:
+        (h, hT): every state (B, T, H, N, 2) and the last one; float32 (float64 if an input is).
+    Raises:
+        ValueError: as complex_scan.
+    """
+    tensors = delta, dt, gate, omega, b, h0
+    shapes = "delta: B T H N; dt: B T H; gate: B T H N; omega: H N; b: B T H N 2; h0: B H N 2"
+    B, T, H, N = _check(shapes, *tensors)
+    backend, dtype = _pick(backend, *tensors)
+    if method == "exact" and backend == "triton":
+        h0 = b.new_zeros(B, H, N, 2, dtype=dtype) if h0 is None else h0.to(dtype)
+        h = _triton_scan(gate, delta, dt, omega.float(), b, h0, b.dtype)
+        return h, h[:, -1].clone()
+    # Under bf16 autocast the logits come in bf16; everything made of them from here on is float32.
+    exact = torch.float64 if backend == "reference" else dtype
+    delta, dt, gate, omega = _in_dtype(exact, delta, dt, gate, omega)
+    phi = 0.5 * dt.unsqueeze(-1) * (delta + omega)  # QS 5.2
+    # Eq. 3 and Algorithm 1, line 1: the Cayley map (1 + i phi) / (1 - i phi), the diagonal form of eq. 1, has modulus 1 and
+    # this angle.
+    theta = (2 * phi.atan()).flatten(2)
+    log_decay = b.new_zeros(B, T, 1, dtype=exact) if gate is None else F.logsigmoid(gate).flatten(2)  # Algorithm 1, line 2
+    h0 = None if h0 is None else h0.flatten(1, 2)
+    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), h0, method, backend)
+    return _in_dtype(dtype, h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
+
+
+# selective_scan: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t                      (Mamba, Algorithm 2)
+# The adjoint: g_t = dL/dy_t C_t + exp(dt_{t+1} A) g_{t+1}, and with x_t = dt_t u_t, w_t = g_t exp(dt_t A) h_{t-1}:
+#     dL/dC_t = sum_E dL/dy_t h_t    dL/dB_t = sum_E x_t g_t    dL/dx_t = g_t . B_t    dL/ddt_t = w_t . A + u_t dL/dx_t
+#     dL/dA = sum_{B,T} dt_t w_t     dL/dh0 = exp(dt_1 A) g_1
+
+
+def selective_scan_reference(u, dt, A, B, C, h0=None):
+    """The recurrence as written, step by step in float64. The oracle of the tests."""
+    u, dt, A, B, C = (x.double() for x in (u, dt, A, B, C))
+    h = u.new_zeros(u.shape[0], *A.shape) if h0 is None else h0.double()
+    ys = []
+    for u_t, dt_t, B_t, C_t in zip(*(x.unbind(1) for x in (u, dt, B, C))):
+        h = torch.exp(dt_t.unsqueeze(-1) * A) * h + (dt_t * u_t).unsqueeze(-1) * B_t.unsqueeze(1)  # (B, E, N)
+        ys.append((h * C_t.unsqueeze(1)).sum(-1))
+    return torch.stack(ys, 1), h
+
+
+def selective_scan(u, dt, A, B, C, h0=None, backend=None):
+    """Mamba's selective state-space recurrence: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t, y_t = C_t . h_t.
+
+    Args:
+        u: (B, T, E) input.          dt: (B, T, E) step size, after softplus.
+        A: (E, N) real, negative.    B, C: (B, T, N) input and output projections.
+        h0: (B, E, N) state before the first step; None is zero.
+        backend: None, "torch", "triton" or "reference", as above.
+    Returns:
+        (y, hT): y (B, T, E) in u's dtype, without the skip D u; hT (B, E, N) in float32 (float64 if an input is).
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown backend, or one that cannot run here.
+    """
+    tensors = u, dt, A, B, C, h0
+    batch, T, E, N = _check("u: B T E; dt: B T E; A: E N; B: B T N; C: B T N; h0: B E N", *tensors)
+    backend, dtype = _pick(backend, *tensors)
+    if backend == "reference":
+        y, hT = selective_scan_reference(*tensors)
+        return y.to(u.dtype), hT.to(dtype)
+    h0 = u.new_zeros(batch, E, N, dtype=dtype) if h0 is None else h0.to(dtype)
+    inputs = tensors[:5] if backend == "triton" else _in_dtype(dtype, *tensors[:5])
+    y, hT, _ = _selective_scan(*inputs, h0, backend == "triton")
+    return y.to(u.dtype), hT
+
+
+# born_attention: o_i = sum_{j<=i} w_ij v_j / sum_{j<=i} w_ij with w_ij = |<q_i|k_j>|^2          (QS eq. 5, Algorithm 3)
+#
+# D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Both are one
+# sum over the past, s_i = sum_{j<=i} w_ij u_j^T with u_j = (v_j, 1), and there are three equal ways to it:
+#   quadratic   Rows of N pairs are real vectors Q and K, 2N wide: <q|k> = Q.K + i (iQ).K, so w = (Q.K)^2 + ((iQ).K)^2: matrix
+#               products and squares, no exponential.
+#   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers describe:
+#               phi(k) = (|k_n|^2; sqrt2 Re k_m k_n^* for m > n, sqrt2 Im k_m k_n^* for m < n): w_ij = phi(q_i).phi(k_j), so
+#               s_i = phi(q_i) S_i with a state S_i = sum_{j<=i} phi(k_j) u_j^T, N^2 x (2N+1).
+#   recurrent   The linear form with the state carried on. The newest tokens, up to a chunk, are scored quadratically and
+#               then folded into S: signed features alone would lose digits where the sum has few terms.
+# The adjoint of s = W U with G = dL/ds: dL/dU = W^T G, dL/dW = G U^T where j <= i, and through the squares
+#     dL/d(Q.K) = 2 (Q.K) dL/dW,    dL/d((iQ).K) = 2 ((iQ).K) dL/dW.
+
+# Where a query is orthogonal to all keys eq. 5 is 0/0, and near that the rounding of the features decides. So the
+# denominator is raised by this share of sum_{j<=i} |k_j|^2, which it is compared with: on average it is 1/N of that.
+BORN_FLOOR = 1e-6
+TINY = 1e-30
+
+
+def born_attention_reference(q, k, v, S=None):
+    """QS Algorithm 3 in complex128, without D and tau, which cancel, but with what keeps it finite: q of unit norm, which
+    cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory. q may be the last of the
+    positions of k; S sums what came before those."""
+    q, k, v = q.double(), k.double(), v.double()
+    unit = _unit(q.flatten(-2))
+    q, k, v = (torch.view_as_complex(x.contiguous()) for x in (unit.view(q.shape), k, v))
+    w = torch.view_as_real(q.conj() @ k.mT).square().sum(-1).tril(k.shape[-2] - q.shape[-2])  # line 1
+    s, total = torch.view_as_real(w.to(v.dtype) @ v), w.sum(-1)
+    mass = torch.view_as_real(k).square().sum((-2, -1)).cumsum(-1)[..., -q.shape[-2] :]
+    if S is not None:
+        past = _features(unit) @ S.double()
+        s, total = s + past[..., :-1].view(s.shape), (total + past[..., -1]).clamp(min=0)
+        mass = mass + _mass(S.double())
+    return s / (total + BORN_FLOOR * mass + TINY)[..., None, None]  # line 2, eq. 5
+
+
+def born_attention(q, k, v, state=None, method="auto", backend=None):
+    """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
+
+    Args:
+        q, k, v: (B, H, T, N, 2) complex, of one float dtype. In float32 the sizes of q and of k do not matter from 1e-12 to
+            1e12, as tested; beyond, squares may leave float32, and o is wrong without an error. NaN or inf in k or v may also
+            reach the outputs of earlier tokens of the same tile.
+        state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
+            chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
+            All are float32 (float64 if q is); k and v unrounded, S the sum of what was multiplied.
+        method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
+        backend: None, "torch", "triton" or "reference" (its state is never folded), as above. Triton has the quadratic form
+            of a sequence from its beginning, and for N up to 32 the linear form; for the rest the torch path runs.
+    Returns:
+        (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
+        |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
+        The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
+        tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
+        drops the state, does not pay for it.
+        S is a plain float32 sum: its rounding grows with the past. Where many equal keys are nearly orthogonal to a query
+        (seen from 65,536 tokens on) it may outweigh what is left of the sum. A weight that it makes negative counts as 0,
+        but o is then rounding over floor, and not bounded by v.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend; "triton" without Triton,
+            for float64, or for CPU tensors (but in its interpreter).
+    """
+    _expect_one_of("method", method, "auto", "quadratic", "linear")
+    B, H, T, N = _check("q: B H T N 2; k: B H T N 2; v: B H T N 2", q, k, v)
+    backend, dtype = _pick(backend, q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
+    S, all_k, all_v = None, k.to(dtype), v.to(dtype)  # the state keeps what autocast would round
+    if state is not None:
+        S, old_k, old_v = _check_born_state(state, all_k) if backend == "reference" else born_fold(_check_born_state(state, all_k))
+        all_k, all_v = torch.cat((old_k, all_k), 2), torch.cat((old_v, all_v), 2)
+    if backend == "reference":
+        return born_attention_reference(q, all_k, all_v, S).to(dtype), (S, all_k, all_v)
+    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, backend == "triton" and state is None))
+    if backend == "triton" and (N <= BORN_WIDEST if linear else state is None):
+        o, state = _born_in_triton((q, k, v), S, all_k, all_v, linear)
+    else:
+        o, state = _born_in_torch(q.to(dtype), S, all_k, all_v, linear), (S, all_k, all_v)
+    if o.requires_grad:
+        return o, state
+    S, k, v = born_fold(state)
+    return o, (S, k.clone(), v.clone())  # not views, which would keep the whole sequence
+
+
+def _check_born_state(state, k):
+    if len(state) != 3:
+        raise ValueError(f"state has {len(state)} parts; expected (S, k, v) from an earlier call")
+    B, H, _, N, _ = k.shape
+    shapes = "k of the state: B H n N 2; v of the state: B H n N 2; S of the state: B H N^2 2N+1"
+    _check(shapes, state[1], state[2], state[0], B=B, H=H, N=N, **{"N^2": N * N, "2N+1": 2 * N + 1})
+    for x in state:
+        if x is not None and (x.dtype, x.device) != (k.dtype, k.device):
+            raise ValueError(f"the state is {x.dtype} on {x.device}; expected {k.dtype} on {k.device}, to go with q")
+    return state
+
+
+# phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t             (PAM eq. 6 and the line before eq. 7)
+#
+# In a chunk of c tokens, with S the state before it and E_ti = prod_{i<j<=t} gamma_j the decay from i to t (E_t0: S's):
+#     y_t = sum_{i<=t} E_ti (k_i^* . q_t) v_i + E_t0 S q_t          S' = sum_i E_ci v_i (x) k_i^* + E_c0 S
+# The first sum is PAM eq. 7, the dual form, inside the chunk. log E is summed over the gates between i and t, never
+# taken as a difference of two prefix sums: beside one gate near 0 the difference would lose the gates near 1.
+# Here a matrix holds its tokens or coordinates as rows, and the state is M = S^T, keys by values:
+#     Y = (Q K^H * E) V + E_0 Q M           M' = (E_c K)^H V + E_c0 M
+# The adjoint, with G = dL/dY and N = dL/dM', and dL/dP of the scores P = Q K^H:
+#     dL/dP = G V^H * E        dL/dQ = dL/dP K + E_0 G M^H       dL/dK = dL/dP^H Q + E_c V N^H
+#     dL/dV = (P * E)^H G + E_c K N       dL/dM = (E_0 Q)^H G + E_c0 N
+#     dL/dlog gamma_j = sum_{t>=j} sum_{i<j} E_ti dL/dE_ti
+
+
+def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
+    """The recurrence as written, step by step in complex128 (float64 if real). The oracle of the tests."""
+    q, k, v = (x.double() if real else torch.view_as_complex(x.double().contiguous()) for x in (q, k, v))
+    if state is None:
+        S = q.new_zeros(*q.shape[:2], v.shape[-1], k.shape[-1])
+    else:
+        S = state.double() if real else torch.view_as_complex(state.double().contiguous())
+    ys = []
+    for q_t, k_t, v_t, log_gamma_t in zip(*(x.unbind(2) for x in (q, k, v, log_gamma.double()))):
+        outer = v_t.unsqueeze(-1) * k_t.conj().unsqueeze(-2)  # (B, H, v, k)
+        S = log_gamma_t.exp()[..., None, None] * S + outer  # PAM eq. 6
+        ys.append((S @ q_t.unsqueeze(-1)).squeeze(-1))  # PAM, before eq. 7
+    y = torch.stack(ys, 2)
+    return (y, S) if real else (torch.view_as_real(y), torch.view_as_real(S))
+
+
+def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
+    """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, PAM eq. 6, and y_t = S_t q_t, which eq. 7
+    writes as a sum over the past. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
+
+    Args:
+        q, k, v: (B, H, T, d, 2) complex queries, keys and values; (B, H, T, d) if real. NaN or inf in k or v may also reach
+            the outputs of earlier tokens of the same chunk.
+        log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
+        state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
+        real: a real memory, PAM's ablation SAM: k^* is k.
+        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the paper's
+            O(T^2) form, no state out); "step" (one token; what None takes at T = 1).
+    Triton multiplies half-precision q, k and v, and under autocast all, in bfloat16, and with them the states that it reads:
+    about 2e-3 of the largest y, and of the largest S, at d = 64 and T = 1024. If q, k and v differ in dtype, in float32.
+
+    Returns:
+        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown backend, T > 1 for "step"; "triton" without
+            Triton, for float64, or for CPU tensors (but in its interpreter).
+    """
+    tensors, pair = (q, k, v, log_gamma, state), "" if real else " 2"
+    qkv = "; ".join(f"{name}: B H T d{pair}" for name in "qkv")
+    B, H, T, d = _check(f"{qkv}; log_gamma: B H T; state: B H d d{pair}", *tensors)
+    if backend is None and T == 1 and check_backend() is None:
+        backend = "step"
+    backend, dtype = _pick(backend, *tensors, more=("dual", "step"))
+    if backend == "reference":
+        return _in_dtype(dtype, *phase_memory_reference(*tensors, real))
+    if backend == "dual":
+        return phase_memory_dual(*tensors, real), None
+    S = q.new_zeros(B, H, d, *q.shape[3:], dtype=dtype) if state is None else state.to(dtype)
+    if backend == "triton":
+        if not q.dtype == k.dtype == v.dtype:
+            q, k, v = q.float(), k.float(), v.float()
+        return _triton_phase(*_autocast(q, k, v), log_gamma, S.contiguous(), real)[:2]
+    q, k, v, log_gamma = _in_dtype(dtype, q, k, v, log_gamma)
+    if backend == "torch":
+        return _phase_in_chunks(q, k, v, log_gamma, S, real)
+    if T > 1:
+        raise ValueError(f"backend='step' takes one token, not {T}")
+    y, S = phase_memory_step(*(x.squeeze(2) for x in (q, k, v, log_gamma)), S, real)
+    return y.unsqueeze(2), S
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Part II: in PyTorch
+
+
+def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
+    """A differentiable operator, forward and backward each one opaque node for torch.compile, autocast and DDP.
+
+    schema      "name(Tensor q, bool real) -> (Tensor, Tensor)" of forward, as in torch.library; what is no tensor comes last
+    backward    takes the gradients of the first `outputs` results, what is saved, and the arguments that are no tensors; it
+                returns a gradient for each tensor argument, any tensor for one that is None
+    saved       names of arguments and numbers of results
+    like, grads_like    take the same as forward and backward, and return empty tensors of the right shapes
+    """
+    name, arguments, results = re.fullmatch(r"(\w+)\((.*)\) -> (.*)", schema).groups()
+    arguments = arguments.split(", ")
+    names = [x.split()[1] for x in arguments]
+    n = sum(x.startswith("Tensor") for x in arguments)
+    numbers = [names.index(x) if isinstance(x, str) else len(names) + x for x in saved]
+    given = [f"Tensor grad{i}" for i in range(outputs)] + [f"Tensor? saved{i}" for i in range(len(saved))] + arguments[n:]
+    signatures = f"({', '.join(arguments)}) -> {results}", f"({', '.join(given)}) -> ({', '.join(n * ['Tensor'])})"
+    operator, gradient = (
+        torch.library.custom_op(f"nanohilbert::{name}", function, mutates_args=(), schema=signature)
+        for name, function, signature in zip((name, f"{name}_backward"), (forward, backward), signatures)
+    )
+    operator.register_fake(like)
+    gradient.register_fake(grads_like)
+
+    def setup(ctx, inputs, output):
+        ctx.set_materialize_grads(False)  # no zeros for what is only there for the backward
+        output = output if isinstance(output, tuple) else (output,)
+        values = *inputs, *output
+        ctx.save_for_backward(*(values[i] for i in numbers))
+        ctx.given, ctx.rest = [x is not None for x in inputs[:n]], inputs[n:]
+        ctx.empty = [(x.shape, x.dtype, x.device) for x in output[:outputs]]
+
+    def vjp(ctx, *grads):
+        grads = grads[:outputs]
+        if all(grad is None for grad in grads):
+            return (None,) * len(names)
+        grads = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(grads, ctx.empty)
+        ]
+        found = gradient(*grads, *ctx.saved_tensors, *ctx.rest)
+        return *(grad if given else None for grad, given in zip(found, ctx.given)), *(None for _ in ctx.rest)
+
+    operator.register_autograd(vjp, setup_context=setup)
+
+    def call(*inputs):
+        if forward_ad._current_level >= 0:  # else nothing has a tangent
+            _refuse_tangents(inputs)
+        return operator(*inputs)
+
+    return call
+
+
+def _refuse_tangents(inputs):
+    """The operators have no forward-mode derivative; without this it would be zero."""
+    functional = torch._C._are_functorch_transforms_active()  # torch.func.jvp, where tangents are hidden in layers
+    if functional or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs if isinstance(x, Tensor)):
+        raise NotImplementedError(
+            "forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) do not pass through this operator; "
+            "take backend='reference', or set NANOHILBERT_BACKEND=reference"
+        )
+
+
+def _empty_like(*tensors):
+    """Contiguous, of the same shapes and dtypes; without elements for None."""
+    given = next(x for x in tensors if x is not None)
+    return tuple(given.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+
+
+def _slices(n, size):
+    """0 ... n in pieces of at most `size`."""
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _times_i(x):
+    """i x for rows of pairs (..., 2n)."""
+    re, im = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((-im, re), -1).flatten(-2)
+
+
+# ---- complex_scan, on planes: lists [re, im], or [re] alone where everything is real ----
+
+CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
+
+
 def complex_scan_clamped(log_decay, theta, b, h0=None):
-    """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see README, errata."""
-    dtype = _compute_dtype(log_decay, theta, b, *(() if h0 is None else (h0,)))
-    log_decay, theta, b = log_decay.to(dtype).expand(theta.shape), theta.to(dtype), b.to(dtype)
-    x = torch.zeros_like(b[:, 0]) if h0 is None else h0.to(dtype)  # (B, C, 2)
+    """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see the errata."""
+    dtype = _compute_dtype(log_decay, theta, b, h0)
+    log_decay, theta, b, h0 = _in_dtype(dtype, log_decay, theta, b, h0)
+    log_decay, x = log_decay.expand(theta.shape), torch.zeros_like(b[:, 0]) if h0 is None else h0  # x (B, C, 2)
     chunks = []
     for ld, th, b_chunk in zip(*(t.split(CLAMPED_CHUNK, dim=1) for t in (log_decay, theta, b))):
         ell = ld.cumsum(1).clamp(-30, 0)  # line 1, l
@@ -309,16 +626,13 @@ def _pairs(planes):
     return pairs
 
 
-@custom_op("nanohilbert::complex_scan", mutates_args=())
-def _complex_scan(log_decay: Tensor, theta: Tensor | None, b: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+def _complex_scan_forward(log_decay, theta, b, h0):
     """h, and a for the backward: it takes the place of log_decay and theta, so keeping it costs nothing."""
-    a = _transition(log_decay, theta)
-    is_complex = theta is not None
+    a, is_complex = _transition(log_decay, theta), theta is not None
     return _pairs(_scan(a.unbind(0), _planes(b, is_complex), _planes(h0, is_complex))), a
 
 
-@custom_op("nanohilbert::complex_scan_backward", mutates_args=())
-def _complex_scan_backward(grad: Tensor, a: Tensor, h: Tensor, h0: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _complex_scan_backward(grad, a, h, h0):
     is_complex = len(a) == 2
     conj_next = F.pad(a[:, :, 1:], (0, 0, 0, 1))  # conj(a_{t+1}); nothing follows the last step
     conj_next[1:].neg_()
@@ -338,33 +652,440 @@ def _conj_mul(x, y):
     return (x[0] * y[0]).addcmul_(x[1], y[1]), (x[0] * y[1]).addcmul_(x[1], y[0], value=-1)
 
 
-@_complex_scan.register_fake
-def _(log_decay, theta, b, h0):
-    planes = 1 if theta is None else 2
-    return torch.empty_like(b, memory_format=torch.contiguous_format), b.new_empty(planes, *log_decay.shape)
+_complex_scan = _operator(
+    "complex_scan(Tensor log_decay, Tensor? theta, Tensor b, Tensor h0) -> (Tensor, Tensor)",
+    _complex_scan_forward,
+    lambda log_decay, theta, b, h0: (*_empty_like(b), b.new_empty(1 if theta is None else 2, *log_decay.shape)),
+    _complex_scan_backward,
+    lambda grad, a, h, h0: (*_empty_like(a[0], a[1] if len(a) == 2 else None), *_empty_like(h, h0)),
+    saved=(1, 0, "h0"),
+)
+
+# ---- selective_scan, in chunks; the backward recomputes h inside each of them from the state before it ----
+
+SELECTIVE_CHUNK = 16
 
 
-@_complex_scan_backward.register_fake
-def _(grad, a, h, h0):
-    grad_theta = a.new_empty(a.shape[1:] if len(a) == 2 else 0)
-    return a.new_empty(a.shape[1:]), grad_theta, h.new_empty(h.shape), h0.new_empty(h0.shape)
+def _row_groups(u, A):
+    """Batch rows worked on together: on a CPU as many as keep one chunk of states in cache, elsewhere all of them."""
+    rows = max(1, 2**17 // (SELECTIVE_CHUNK * max(1, A.numel()))) if u.device.type == "cpu" else max(1, len(u))
+    return _slices(len(u), rows)
 
 
-def _complex_scan_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no zeros for a, which nobody differentiates
-    ctx.save_for_backward(output[1], output[0], inputs[3])
+def _chunk_states(u, dt, A, B, h):
+    """States of one chunk from the state before it. u, dt (L, B, E), B (L, B, N), h (B, E, N).
+
+    Returns exp(dt A) and the states, both (L, B, E, N)."""
+    decay = (dt.unsqueeze(-1) * A).exp_()
+    states = (dt * u).unsqueeze(-1) * B.unsqueeze(-2)
+    for decay_t, state_t in zip(decay.unbind(0), states.unbind(0)):
+        h = state_t.addcmul_(decay_t, h)
+    return decay, states
 
 
-def _complex_scan_vjp(ctx, grad, _):
-    if grad is None:
-        return None, None, None, None
-    a, h, h0 = ctx.saved_tensors
-    grad_log_decay, grad_theta, grad_b, grad_h0 = _complex_scan_backward(grad, a, h, h0)
-    return grad_log_decay, grad_theta if len(a) == 2 else None, grad_b, grad_h0
+def _selective_like(u, dt, A, B, C, h0, use_triton):
+    """y, the last state, and the states before each chunk."""
+    return *_empty_like(u, h0), h0.new_empty(-(-u.shape[1] // SELECTIVE_CHUNK), *h0.shape)
 
 
-_complex_scan.register_autograd(_complex_scan_vjp, setup_context=_complex_scan_setup)
+def _selective_forward(u, dt, A, B, C, h0, use_triton):
+    y, hT, starts = _selective_like(u, dt, A, B, C, h0, use_triton)
+    if use_triton:
+        _selective_forward_triton(u, dt, A, B, C, h0, y, hT, starts)
+        return y, hT, starts
+    for rows in _row_groups(u, A):
+        u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (u, dt, B, C))  # time-major
+        h = h0[rows]
+        for start, s in zip(starts, _slices(u.shape[1], SELECTIVE_CHUNK)):
+            start[rows] = h
+            _, states = _chunk_states(u_r[s], dt_r[s], A, B_r[s], h)
+            h = states[-1].clone()
+            y[rows, s] = states.mul_(C_r[s].unsqueeze(-2)).sum(-1).transpose(0, 1)
+        hT[rows] = h
+    return y, hT, starts
 
+
+def _selective_backward(grad_y, grad_hT, u, dt, A, B, C, starts, use_triton):
+    if use_triton:
+        return _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts)
+    grad_u, grad_dt, grad_A, grad_B, grad_C, grad_h0 = _empty_like(u, dt, A, B, C, starts[0])
+    grad_A.zero_()
+    for rows in _row_groups(u, A):
+        gy_r, u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (grad_y, u, dt, B, C))
+        g = grad_hT[rows]  # what flows back into the last state of the chunk
+        for start, s in reversed(list(zip(starts, _slices(u.shape[1], SELECTIVE_CHUNK)))):
+            gy, u_s, dt_s, B_s = gy_r[s], u_r[s], dt_r[s], B_r[s]
+            x, h = dt_s * u_s, start[rows]
+            decay, states = _chunk_states(u_s, dt_s, A, B_s, h)
+            chunk_grad_C = (gy.unsqueeze(-1) * states).sum(-2)  # not matmul: autocast or TF32 would round it
+            adjoint = gy.unsqueeze(-1) * C_r[s].unsqueeze(-2)  # (L, B, E, N)
+            adjoint[-1] += g
+            for t in range(len(adjoint) - 1, 0, -1):
+                adjoint[t - 1].addcmul_(decay[t], adjoint[t])
+            g = decay[0] * adjoint[0]
+            chunk_grad_B = (x.unsqueeze(-1) * adjoint).sum(-2)
+            grad_x = (adjoint * B_s.unsqueeze(-2)).sum(-1)
+            w = adjoint.mul_(decay)
+            w[0] *= h
+            w[1:] *= states[:-1]
+            chunk_grad_dt = (w * A).sum(-1).addcmul_(grad_x, u_s)
+            grad_A += w.mul_(dt_s.unsqueeze(-1)).sum((0, 1))
+            chunk_grads = grad_x * dt_s, chunk_grad_dt, chunk_grad_B, chunk_grad_C
+            for out, value in zip((grad_u, grad_dt, grad_B, grad_C), chunk_grads):
+                out[rows, s] = value.transpose(0, 1)
+        grad_h0[rows] = g
+    return grad_u, grad_dt, grad_A, grad_B, grad_C, grad_h0
+
+
+_selective_scan = _operator(
+    "selective_scan(Tensor u, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor h0, bool use_triton) -> (Tensor, Tensor, Tensor)",
+    _selective_forward,
+    _selective_like,
+    _selective_backward,
+    lambda grad_y, grad_hT, u, dt, A, B, C, starts, use_triton: _empty_like(u, dt, A, B, C, starts[0]),
+    saved=("u", "dt", "A", "B", "C", 2),
+    outputs=2,
+)
+
+# ---- born_attention: rows of N pairs, 2N wide; u = (v, 1) ----
+
+BORN_CHUNK = 64  # tokens a chunk
+
+
+def _linear_is_faster(T, N, triton):
+    """Quadratic costs about T N a token, linear N^3, with a share for the chunks. On a CPU the crossing was measured, forward
+    and backward. In Triton it was counted in compiled instructions: nothing was measured."""
+    return T >= max(2048, 16 * N * N) and N <= BORN_WIDEST if triton else T >= max(384, 3 * N * N)
+
+
+def _unit(q):
+    """q / |q| over the last axis, 0 for q = 0, with finite gradients; scaled first, as squares leave float32 early."""
+    q = q / q.detach().abs().amax(-1, keepdim=True).clamp(min=TINY)
+    return q * (q.square().sum(-1, keepdim=True) + 1e-12).rsqrt()  # the sum is 1 or more, unless |q| < TINY
+
+
+def _feature_masks(N, like):
+    """phi keeps the lower triangle of Re x x^* and the strict upper of Im x x^*; sqrt 2 counts what is left out."""
+    ones = torch.full((N, N), 2**0.5, dtype=like.dtype, device=like.device)
+    return ones.tril(-1) + torch.eye(N, dtype=like.dtype, device=like.device), ones.triu(1)
+
+
+def _re_im(x):
+    """Real and imaginary parts of rows of pairs, each in one piece."""
+    return x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()
+
+
+def _features(x):
+    """phi: (..., 2N) -> (..., N^2) with phi(x).phi(y) = |<x|y>|^2."""
+    re, im = _re_im(x)
+    lower, upper = _feature_masks(re.shape[-1], x)
+    symmetric = re.unsqueeze(-1) * re.unsqueeze(-2) + im.unsqueeze(-1) * im.unsqueeze(-2)  # Re x x^*
+    skew = im.unsqueeze(-1) * re.unsqueeze(-2) - re.unsqueeze(-1) * im.unsqueeze(-2)  # Im x x^*
+    return (symmetric * lower + skew * upper).flatten(-2)
+
+
+def _features_backward(grad, x):
+    re, im = _re_im(x).unsqueeze(-1)  # (..., N, 1)
+    N = x.shape[-1] // 2
+    lower, upper = _feature_masks(N, x)
+    grad = grad.unflatten(-1, (N, N))
+    symmetric, skew = grad * lower, grad * upper
+    symmetric, skew = symmetric + symmetric.mT, skew - skew.mT
+    return torch.cat((symmetric @ re - skew @ im, symmetric @ im + skew @ re), -1).flatten(-2)
+
+
+def _mass(S):
+    """sum |k|^2 of what S sums, (..., 1): the features |k_n|^2 in the column of ones."""
+    return S[..., :: S.shape[-1] // 2 + 1, -1].sum(-1, keepdim=True)
+
+
+def _scores(q, k):
+    """Real and imaginary part of <q|k>, and the causal weights. q (G, t, 2N) are the last t of the s positions of k."""
+    re, im = q @ k.mT, _times_i(q) @ k.mT
+    return re, im, (re.square() + im.square()).tril(k.shape[1] - q.shape[1])
+
+
+def _scores_backward(grad, q, k, u):
+    """Gradients for q, k and u of w u."""
+    re, im, w = _scores(q, k)
+    grad_w = (grad @ u.mT).tril_(k.shape[1] - q.shape[1]).mul_(2)
+    grad_re, grad_im = re * grad_w, im * grad_w
+    grad_q = grad_re @ k - _times_i(grad_im @ k)  # the adjoint of i is -i
+    return grad_q, grad_re.mT @ q + grad_im.mT @ _times_i(q), w.mT @ grad
+
+
+def _born_chunks(q, k):
+    """(queries, keys) of each chunk; k holds fewer tokens than a chunk before the first query."""
+    before = k.shape[1] - q.shape[1]
+    return [(slice(max(0, s.start - before), s.stop - before), s) for s in _slices(k.shape[1], BORN_CHUNK)]
+
+
+def _born_sum_like(q, k, u, S, linear):
+    """s (G, T, 2N+1); and for the backward of the linear form the state before each chunk (chunks, G, N^2, 2N+1)."""
+    states = (-(-k.shape[1] // BORN_CHUNK), len(q), q.shape[2] ** 2 // 4, u.shape[2]) if linear else (0,)
+    return q.new_empty(*q.shape[:2], u.shape[2]), q.new_empty(states)
+
+
+def _born_sum_forward(q, k, u, S, linear):
+    s, states = _born_sum_like(q, k, u, S, linear)
+    with torch.autocast(q.device.type, enabled=False):
+        for i, (queries, keys) in enumerate(_born_chunks(q, k)):
+            # The forms differ in how much of the past is seen as keys; what came before those is in S.
+            seen = keys if linear else slice(0, keys.stop)
+            s[:, queries] = _scores(q[:, queries], k[:, seen])[2] @ u[:, seen]  # quadratic: W U
+            if S is not None:
+                s[:, queries] += _features(q[:, queries]) @ S  # linear: phi(q) S
+            if linear:
+                states[i] = 0 if S is None else S
+                S = states[i] + _features(k[:, keys]).mT @ u[:, keys]
+    return s, states
+
+
+def _born_sum_backward(grad, q, k, u, S, states, linear):
+    grad_q, grad_k, grad_u = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(u)
+    grad_S = q.new_zeros(len(q), q.shape[2] ** 2 // 4, u.shape[2])
+    with torch.autocast(q.device.type, enabled=False):
+        for i, (queries, keys) in reversed(list(enumerate(_born_chunks(q, k)))):
+            seen = keys if linear else slice(0, keys.stop)
+            q_i, k_i, u_i, g = q[:, queries], k[:, seen], u[:, seen], grad[:, queries]
+            if linear:  # grad_S is dL/dS after this chunk
+                grad_k[:, keys] += _features_backward(u_i @ grad_S.mT, k_i)
+                grad_u[:, keys] += _features(k_i) @ grad_S
+            parts = _scores_backward(g, q_i, k_i, u_i)
+            for total, part in zip((grad_q[:, queries], grad_k[:, seen], grad_u[:, seen]), parts):
+                total += part
+            before = states[i] if linear else S
+            if before is not None:
+                grad_q[:, queries] += _features_backward(g @ before.mT, q_i)
+                grad_S += _features(q_i).mT @ g
+    return grad_q, grad_k, grad_u, grad_S
+
+
+_born_sum = _operator(
+    "born_sum(Tensor q, Tensor k, Tensor u, Tensor? S, bool linear) -> (Tensor, Tensor)",
+    _born_sum_forward,
+    _born_sum_like,
+    _born_sum_backward,
+    lambda grad, q, k, u, S, states, linear: (
+        *_empty_like(q, k, u),
+        q.new_empty(len(q), q.shape[2] ** 2 // 4, u.shape[2]),
+    ),
+    saved=("q", "k", "u", "S", 1),
+)
+
+
+def _born_in_torch(q, S, k, v, linear):
+    """o, of queries that are the last of the positions of k; S (B, H, N^2, 2N+1) sums what came before those."""
+    q, k, u = _unit(q.flatten(-2)), k.flatten(-2), F.pad(v.flatten(-2), (0, 1), value=1.0)
+    inputs = q, k, u, S
+    s, _ = _born_sum(*(None if x is None else x.flatten(0, 1) for x in inputs), linear)
+    s = s.unflatten(0, q.shape[:2])
+    mass = k.square().sum(-1).cumsum(2)[:, :, -q.shape[2] :]  # sum_{j<=i} |k_j|^2
+    if S is not None:
+        mass = mass + _mass(S)
+    weight = s[..., -1].clamp(min=0)  # the rounding of a state can make it negative
+    o = s[..., :-1] / (weight + BORN_FLOOR * mass + TINY).unsqueeze(-1)
+    return o.unflatten(-1, (-1, 2))
+
+
+def born_fold(state):
+    """Folds the whole chunks among a state's newest tokens into S. Afterwards fewer than 64 tokens are left."""
+    S, k, v = state
+    full = k.shape[2] // BORN_CHUNK * BORN_CHUNK
+    with torch.autocast(k.device.type, enabled=False):
+        for chunk in _slices(full, BORN_CHUNK):
+            u = F.pad(v[:, :, chunk].flatten(-2), (0, 1), value=1.0)
+            part = _features(k[:, :, chunk].flatten(-2)).mT @ u
+            S = part if S is None else S + part
+    return S, k[:, :, full:], v[:, :, full:]
+
+
+# ---- phase_memory ----
+# Complex products are real ones: a row vector of n pairs is one of 2n reals, and as its factor a matrix X gets the rows
+# of iX between its own (`_rows`). A real memory takes the same path with the rows as they are.
+
+PHASE_CHUNK = 64  # tokens a chunk
+
+
+def _rows(x, real):
+    """x (..., m, n) if real, else (..., m, 2n) -> (..., 2m, 2n): each row followed by i times it."""
+    return x if real else torch.stack((x, _times_i(x)), -2).flatten(-3, -2)
+
+
+def _rows_backward(grad, real):
+    """The adjoint of _rows: row_1 - i row_2."""
+    if real:
+        return grad
+    first, second = grad.unflatten(-2, (-1, 2)).unbind(-2)
+    return first - _times_i(second)
+
+
+def _outer(a, b, real):
+    """a^H b: a (..., c, m), b (..., c, n) -> (..., m, n); if complex a (..., c, 2m), b (..., c, 2n) -> (..., m, 2n)."""
+    return a.mT @ b if real else _rows(a, real)[..., ::2].mT @ _rows(b, real)
+
+
+def _decays(log_gamma):
+    """log_gamma (..., c) -> E (..., c, c+1), from i = 0 ... c (0: the state before the first token) to t = 1 ... c."""
+    c = log_gamma.shape[-1]
+    before = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).tril()  # [j, i]: i < j
+    between = torch.where(before, log_gamma.unsqueeze(-1), 0.0).cumsum(-2)  # [t, i]: sum over i < j <= t
+    future = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).triu(2)  # [t, i]: i > t
+    return between.masked_fill_(future, -torch.inf).exp_()
+
+
+def _weigh(scores, E, real):
+    """scores (..., c, c), or (..., c, 2c) with pairs, times the decay from every token of the chunk."""
+    E = E[..., 1:]
+    return scores * E if real else (scores.unflatten(-1, (-1, 2)) * E.unsqueeze(-1)).flatten(-2)
+
+
+def _phase_groups(q):
+    """The chunks worked on together: on a CPU as many as keep their scores in cache, elsewhere all."""
+    G, n, c, _ = q.shape
+    return _slices(n, max(1, 2**17 // max(1, G * c * c)) if q.device.type == "cpu" else n)
+
+
+def _phase_like(q, k, v, log_gamma, M, real):
+    return *_empty_like(v, M), M.new_empty(q.shape[1], *M.shape)
+
+
+def _phase_forward(q, k, v, log_gamma, M, real):
+    """q, k, v (G, chunks, c, d or 2d), log_gamma (G, chunks, c), M (G, d, d or 2d): y, last M, M before each chunk."""
+    y, _, starts = _phase_like(q, k, v, log_gamma, M, real)
+    with torch.autocast(q.device.type, enabled=False):
+        for part in _phase_groups(q):
+            q_, k_, v_, E = q[:, part], k[:, part], v[:, part], _decays(log_gamma[:, part])
+            added = _outer(k_ * E[..., -1, 1:].unsqueeze(-1), v_, real)
+            for start, whole, new in zip(starts[part], E[..., -1, 0].unbind(1), added.unbind(1)):
+                start.copy_(M)
+                M = torch.addcmul(new, whole[:, None, None], M)
+            y_ = _weigh(q_ @ _rows(k_, real).mT, E, real) @ _rows(v_, real)
+            y[:, part] = y_.addcmul_(E[..., :1], q_ @ _rows(starts[part].transpose(0, 1), real))
+    return y, M.clone(), starts
+
+
+def _phase_backward(grad, grad_M, q, k, v, log_gamma, starts, real):
+    grad_q, grad_k, grad_v, grad_gates = _empty_like(q, k, v, log_gamma)
+    N = grad_M
+    with torch.autocast(q.device.type, enabled=False):
+        for part in reversed(_phase_groups(q)):
+            q_, k_, v_, g, E = q[:, part], k[:, part], v[:, part], grad[:, part], _decays(log_gamma[:, part])
+            M, head, tail = starts[part].transpose(0, 1), E[..., :1], E[..., -1, 1:].unsqueeze(-1)
+            added, ends = _outer(head * q_, g, real), []
+            for whole, new in zip(E[..., -1, 0].unbind(1)[::-1], added.unbind(1)[::-1]):
+                ends.append(N)  # dL/dM after this chunk
+                N = torch.addcmul(new, whole[:, None, None], N)
+            N_ = _rows(torch.stack(ends[::-1], 1), real)
+            rows_k, rows_v = _rows(k_, real), _rows(v_, real)
+            scores = _weigh(q_ @ rows_k.mT, E, real)
+            grad_scores = g @ rows_v.mT
+            through = scores * grad_scores  # E dL/dE
+            grad_scores = _weigh(grad_scores, E, real)
+            q_state, k_state = head * (g @ _rows(M, real).mT), tail * (v_ @ N_.mT)
+            grad_q[:, part] = grad_scores @ rows_k + q_state
+            grad_k[:, part] = _rows_backward(grad_scores.mT @ q_, real) + k_state
+            grad_v[:, part] = _rows_backward(scores.mT @ g, real) + tail * (k_ @ N_)
+            if not real:
+                through = through.unflatten(-1, (-1, 2)).sum(-1)
+            through = torch.cat(((q_ * q_state).sum(-1, keepdim=True), through), -1)  # from the state, from each token
+            through[..., -1, 1:] += (k_ * k_state).sum(-1)  # to the end of the chunk
+            through[..., -1, 0] += E[..., -1, 0] * (M * torch.stack(ends[::-1], 1)).sum((-2, -1))
+            # [t, j]: sum over i < j; then the sum over t >= j
+            grad_gates[:, part] = through[..., :-1].cumsum(-1).tril_().sum(-2)
+    return grad_q, grad_k, grad_v, grad_gates, N.clone()
+
+
+_phase_memory = _operator(
+    "phase_memory(Tensor q, Tensor k, Tensor v, Tensor log_gamma, Tensor M, bool real) -> (Tensor, Tensor, Tensor)",
+    _phase_forward,
+    _phase_like,
+    _phase_backward,
+    lambda grad, grad_M, q, k, v, log_gamma, starts, real: _empty_like(q, k, v, log_gamma, starts[0]),
+    saved=("q", "k", "v", "log_gamma", 2),
+    outputs=2,
+)
+
+
+def _phase_in_chunks(q, k, v, log_gamma, S, real):
+    (B, H, T, d), pair = q.shape[:4], q.shape[4:]
+    c = min(T, PHASE_CHUNK)
+    chunks = -(-T // c)
+
+    def in_chunks(x):  # (B, H, T, ...) -> (B*H, chunks, c, ... as one axis), padded with gamma = 1 and zeros
+        x = x.flatten(3).flatten(0, 1) if x.dim() > 3 else x.flatten(0, 1).unsqueeze(-1)
+        x = F.pad(x, (0, 0, 0, chunks * c - T)) if chunks * c > T else x
+        return x.unflatten(1, (chunks, c))
+
+    M = S.transpose(2, 3).reshape(B * H, d, d * math.prod(pair))  # (B*H, k, v), or pairs
+    y, M, _ = _phase_memory(*map(in_chunks, (q, k, v)), in_chunks(log_gamma).squeeze(-1), M, real)
+    y = y.flatten(1, 2)[:, :T].reshape(B, H, T, d, *pair)
+    return y, M.reshape(B, H, d, d, *pair).transpose(2, 3)
+
+
+def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
+    """The O(T^2) form in which the paper trains, eq. 7: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
+    as phase_memory. Only y: the state is what the recurrence is for."""
+    dtype = _compute_dtype(q, k, v, log_gamma, state)
+    q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
+    D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
+    with torch.autocast(q.device.type, enabled=False):
+        y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
+        if state is not None:
+            M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
+            y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
+    return y if real else y.unflatten(-1, (-1, 2))
+
+
+def phase_memory_step(q, k, v, log_gamma, S, real=False):
+    """One token of the recurrence, O(d^2) a head whatever came before. q, k, v (B, H, d, 2), log_gamma (B, H),
+    S (B, H, d, d, 2), all without the last axis if real; returns y (B, H, d, 2) and the next S."""
+    gamma = log_gamma.exp()
+    if real:
+        S = gamma[..., None, None] * S + v.unsqueeze(-1) * k.unsqueeze(-2)  # PAM eq. 6
+        return (S * q.unsqueeze(-2)).sum(-1), S  # PAM, before eq. 7
+    v_re, v_im = v.unsqueeze(-2).unbind(-1)  # (B, H, d, 1)
+    k_re, k_im = k.unsqueeze(-3).unbind(-1)  # (B, H, 1, d)
+    outer = torch.stack((v_re * k_re + v_im * k_im, v_im * k_re - v_re * k_im), -1)
+    S = gamma[..., None, None, None] * S + outer  # PAM eq. 6
+    (S_re, S_im), (q_re, q_im) = S.unbind(-1), q.unsqueeze(-3).unbind(-1)
+    return torch.stack(((S_re * q_re - S_im * q_im).sum(-1), (S_re * q_im + S_im * q_re).sum(-1)), -1), S
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Part III: in Triton
+
+# Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is changing, and
+# with it bits; without a bound of its own the assembler spills a few registers to fit one more program on a multiprocessor.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": 255}
+
+
+def _launch(kernel, programs, *args, **constants):
+    """Every start of a Triton kernel, on one grid axis."""
+    device = next(x for x in args if isinstance(x, Tensor)).device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*args, **constants, **OPTIONS)
+
+
+def _autocast(*tensors):
+    """Under autocast, of either dtype, bfloat16: in that the kernels multiply half precision, and what went through float16
+    before would have the range of one and the digits of the other."""
+    if not torch.is_autocast_enabled(tensors[0].device.type) or all(x.dtype == torch.float16 for x in tensors):
+        return tensors
+    return [x.bfloat16() for x in tensors]
+
+
+def _power_of_two(n):
+    """The next one from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def _matrix(x, rows):
+    """x as (rows, columns), columns next to each other; a view wherever the strides allow, as for a slice of the last axis."""
+    x = x.reshape(rows, -1)
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+# ---- complex_scan ----
 # Triton. Programs share out (batch, segments of time, channels). Each walks over tiles of time by channels: an associative
 # scan inside the tile, the state carried from tile to tile. Where batch and channels alone would leave the chip idle, time is
 # cut into segments: a first pass finds the product and the end state of each, and every program composes those before its
@@ -431,27 +1152,27 @@ if triton is not None:
         return omega
 
     @triton.jit
-    def _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row, head, c, mask, x_row, y_row, dt_row):
+    def _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, mask, decay_row, angle_row, dt_row):
         """a_t, and 1 outside the mask: exp(x) if y is None, exp(x + i y) if dt is None, else H-Mamba's, without an angle:
         sigmoid(x) (1 + i phi) / (1 - i phi) with phi = dt / 2 (y + omega), QS Algorithm 1 and eq. 3."""
         if dt_ptr is None:
-            modulus = tl.exp(_load(x_ptr, row, x_row, c, mask))
-            if y_ptr is None:
+            modulus = tl.exp(_load(decay_ptr, row, decay_row, c, mask))
+            if angle_ptr is None:
                 a_re, a_im = modulus, modulus
             else:
-                cos, sin = _cos_sin(_load(y_ptr, row, y_row, c, mask))
+                cos, sin = _cos_sin(_load(angle_ptr, row, angle_row, c, mask))
                 a_re, a_im = modulus * cos, modulus * sin
         else:
-            phi = 0.5 * _load(dt_ptr, row, dt_row, head, mask) * (_load(y_ptr, row, y_row, c, mask) + omega)
+            phi = 0.5 * _load(dt_ptr, row, dt_row, head, mask) * (_load(angle_ptr, row, angle_row, c, mask) + omega)
             scale = 1.0 + phi * phi
-            if x_ptr is not None:
-                scale *= 1.0 + tl.exp(-_load(x_ptr, row, x_row, c, mask))
+            if decay_ptr is not None:
+                scale *= 1.0 + tl.exp(-_load(decay_ptr, row, decay_row, c, mask))
             scale = tl.where(mask, 1.0 / scale, 1.0)  # alpha / (1 + phi^2)
             a_re, a_im = scale * (1.0 - phi * phi), scale * 2.0 * phi
         return a_re, a_im
 
     @triton.jit
-    def _scan_tile(x_ptr, y_ptr, dt_ptr, omega, b_ptr, batch, start, first, end, T, head, c, used, x_row, y_row, dt_row, b_row,
+    def _scan_tile(decay_ptr, angle_ptr, dt_ptr, omega, b_ptr, batch, start, first, end, T, head, c, used, decay_row, angle_row, dt_row, b_row,
                    TIME: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
         """The associative scan of one tile whose first step is number `start` of the segment: row numbers, mask, the
         products of a and the states from zero. With REVERSE, time runs backwards from the end, through conj(a_{t+1})."""
@@ -461,11 +1182,11 @@ if triton is not None:
         mask = inside[:, None] & used[None, :]
         if REVERSE:  # nothing follows the last step
             follows = mask & (t + 1 < T)[:, None]
-            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row + 1, head, c, follows, x_row, y_row, dt_row)
+            a_re, a_im = _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row + 1, head, c, follows, decay_row, angle_row, dt_row)
             a_im = -a_im
         else:
-            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row, head, c, mask, x_row, y_row, dt_row)
-        if y_ptr is None:
+            a_re, a_im = _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, mask, decay_row, angle_row, dt_row)
+        if angle_ptr is None:
             b_re = _load(b_ptr, row, b_row, c, mask)
             a_re, b_re = tl.associative_scan((a_re, b_re), 0, _compose_real)
             a_im, b_im = a_re, b_re
@@ -507,19 +1228,19 @@ if triton is not None:
             tl.store(ptr + 2 * index + 1, im, mask=mask)
 
     @triton.jit(do_not_specialize=["T", "tiles", "segments"])  # one compilation for all lengths
-    def _scan_summary_kernel(x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, product_ptr, state_ptr, T, H, N, tiles, segments,
-                             x_row, y_row, dt_row, b_row, REVERSE: tl.constexpr,
+    def _scan_summary_kernel(decay_ptr, angle_ptr, dt_ptr, omega_ptr, b_ptr, product_ptr, state_ptr, T, H, N, tiles, segments,
+                             decay_row, angle_row, dt_row, b_row, REVERSE: tl.constexpr,
                              TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
         """The product of a and the state from zero of every segment, (B, segments, C) each."""
-        REAL: tl.constexpr = y_ptr is None
+        REAL: tl.constexpr = angle_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
         omega = _scan_omega(omega_ptr, c, used)
         p_re, p_im = tl.full((CHANNELS,), 1.0, tl.float32), tl.zeros((CHANNELS,), tl.float32)
         h_re, h_im = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
         for tile in range(tiles):
             _, _, _, a_re, a_im, b_re, b_im = _scan_tile(
-                x_ptr, y_ptr, dt_ptr, omega, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
-                x_row, y_row, dt_row, b_row, TIME, REVERSE)  # fmt: skip
+                decay_ptr, angle_ptr, dt_ptr, omega, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                decay_row, angle_row, dt_row, b_row, TIME, REVERSE)  # fmt: skip
             a_re, a_im, b_re, b_im = _last(a_re, TIME), _last(a_im, TIME), _last(b_re, TIME), _last(b_im, TIME)
             h_re, h_im = _scan_after(a_re, a_im, b_re, b_im, h_re, h_im, REAL)
             p_re, p_im = _scan_after(a_re, a_im, 0.0, 0.0, p_re, p_im, REAL)
@@ -540,10 +1261,10 @@ if triton is not None:
         return h_re, h_im
 
     @triton.jit(do_not_specialize=["T", "tiles", "segments"])  # one compilation for all lengths
-    def _scan_forward_kernel(x_ptr, y_ptr, dt_ptr, omega_ptr, b_ptr, product_ptr, state_ptr, h0_ptr, h_ptr,
-                             T, H, N, tiles, segments, x_row, y_row, dt_row, b_row,
+    def _scan_forward_kernel(decay_ptr, angle_ptr, dt_ptr, omega_ptr, b_ptr, product_ptr, state_ptr, h0_ptr, h_ptr,
+                             T, H, N, tiles, segments, decay_row, angle_row, dt_row, b_row,
                              TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-        REAL: tl.constexpr = y_ptr is None
+        REAL: tl.constexpr = angle_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
         omega = _scan_omega(omega_ptr, c, used)
         C = H * N
@@ -551,18 +1272,18 @@ if triton is not None:
         h_re, h_im = _scan_start(product_ptr, state_ptr, batch, 0, segment, 1, segments, C, c, used, h_re, h_im, REAL)
         for tile in range(tiles):
             _, row, mask, a_re, a_im, b_re, b_im = _scan_tile(
-                x_ptr, y_ptr, dt_ptr, omega, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
-                x_row, y_row, dt_row, b_row, TIME, False)  # fmt: skip
+                decay_ptr, angle_ptr, dt_ptr, omega, b_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                decay_row, angle_row, dt_row, b_row, TIME, False)  # fmt: skip
             b_re, b_im = _scan_after(a_re, a_im, b_re, b_im, h_re[None, :], h_im[None, :], REAL)
             _store_pair(h_ptr, row * C + c[None, :], b_re, b_im, mask, REAL)
             h_re, h_im = _last(b_re, TIME), _last(b_im, TIME)
 
     @triton.jit(do_not_specialize=["T", "tiles", "segments"])  # one compilation for all lengths
-    def _scan_backward_kernel(x_ptr, y_ptr, dt_ptr, omega_ptr, grad_ptr, product_ptr, state_ptr, h0_ptr, h_ptr,
-                              dx_ptr, dy_ptr, ddt_ptr, domega_ptr, db_ptr, dh0_ptr,
-                              T, H, N, tiles, segments, x_row, y_row, dt_row, grad_row,
+    def _scan_backward_kernel(decay_ptr, angle_ptr, dt_ptr, omega_ptr, grad_ptr, product_ptr, state_ptr, h0_ptr, h_ptr,
+                              ddecay_ptr, dangle_ptr, ddt_ptr, domega_ptr, db_ptr, dh0_ptr,
+                              T, H, N, tiles, segments, decay_row, angle_row, dt_row, grad_row,
                               TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-        REAL: tl.constexpr = y_ptr is None
+        REAL: tl.constexpr = angle_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
         omega = _scan_omega(omega_ptr, c, used)
         C = H * N
@@ -572,34 +1293,34 @@ if triton is not None:
         omega_sum = tl.zeros((CHANNELS,), tl.float32)
         for tile in range(tiles):
             t, row, mask, a_re, a_im, b_re, b_im = _scan_tile(
-                x_ptr, y_ptr, dt_ptr, omega, grad_ptr, batch, tile * TIME, first, end, T, head, c, used,
-                x_row, y_row, dt_row, grad_row, TIME, True)  # fmt: skip
+                decay_ptr, angle_ptr, dt_ptr, omega, grad_ptr, batch, tile * TIME, first, end, T, head, c, used,
+                decay_row, angle_row, dt_row, grad_row, TIME, True)  # fmt: skip
             b_re, b_im = _scan_after(a_re, a_im, b_re, b_im, g_re[None, :], g_im[None, :], REAL)  # g_t
             g_re, g_im = _last(b_re, TIME), _last(b_im, TIME)
             index = row * C + c[None, :]
             _store_pair(db_ptr, index, b_re, b_im, mask, REAL)
-            a_re, a_im = _scan_transition(x_ptr, y_ptr, dt_ptr, omega, row, head, c, mask, x_row, y_row, dt_row)
+            a_re, a_im = _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, mask, decay_row, angle_row, dt_row)
             c_re, c_im = _scan_after(a_re, -a_im, 0.0, 0.0, b_re, b_im, REAL)  # conj(a_t) g_t, carried into h_{t-1}
             later = (t > 0)[:, None]
             h_re, h_im = _load_pair(h_ptr, index - C, mask & later, REAL)
             h0_re, h0_im = _load_pair(h0_ptr, batch * C + c, used, REAL)
             h_re, h_im = tl.where(later, h_re, h0_re[None, :]), tl.where(later, h_im, h0_im[None, :])
             if REAL:
-                tl.store(dx_ptr + index, h_re * c_re, mask=mask)
+                tl.store(ddecay_ptr + index, h_re * c_re, mask=mask)
             else:
                 dlog_decay, dtheta = h_re * c_re + h_im * c_im, h_re * c_im - h_im * c_re  # conj(h_{t-1}) conj(a_t) g_t
                 if dt_ptr is None:
-                    tl.store(dx_ptr + index, dlog_decay, mask=mask)
-                    tl.store(dy_ptr + index, dtheta, mask=mask)
+                    tl.store(ddecay_ptr + index, dlog_decay, mask=mask)
+                    tl.store(dangle_ptr + index, dtheta, mask=mask)
                 else:
-                    if x_ptr is not None:  # d log sigmoid(x) / dx = sigmoid(-x)
-                        dx = dlog_decay / (1.0 + tl.exp(_load(x_ptr, row, x_row, c, mask)))
-                        tl.store(dx_ptr + index, dx, mask=mask)
+                    if decay_ptr is not None:  # d log sigmoid(x) / dx = sigmoid(-x)
+                        dx = dlog_decay / (1.0 + tl.exp(_load(decay_ptr, row, decay_row, c, mask)))
+                        tl.store(ddecay_ptr + index, dx, mask=mask)
                     dt = _load(dt_ptr, row, dt_row, head, mask)
-                    shifted = _load(y_ptr, row, y_row, c, mask) + omega
+                    shifted = _load(angle_ptr, row, angle_row, c, mask) + omega
                     phi = 0.5 * dt * shifted
                     dphi = tl.where(mask, 2.0 * dtheta / (1.0 + phi * phi), 0.0)  # theta = 2 atan(phi)
-                    tl.store(dy_ptr + index, 0.5 * dt * dphi, mask=mask)
+                    tl.store(dangle_ptr + index, 0.5 * dt * dphi, mask=mask)
                     omega_sum += tl.sum(0.5 * dt * dphi, 0)
                     ddt = tl.sum(tl.reshape(0.5 * shifted * dphi, (TIME, CHANNELS // WIDTH, WIDTH)), 2)
                     head_of = tl.min(tl.reshape(head, (CHANNELS // WIDTH, WIDTH)), 1)
@@ -610,7 +1331,7 @@ if triton is not None:
         if segment == 0:
             row = (batch * T + tl.arange(0, 1))[:, None]
             a_re, a_im = _scan_transition(
-                x_ptr, y_ptr, dt_ptr, omega, row, head, c, used[None, :], x_row, y_row, dt_row
+                decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, used[None, :], decay_row, angle_row, dt_row
             )
             h_re, h_im = _scan_after(a_re, -a_im, 0.0, 0.0, g_re[None, :], g_im[None, :], REAL)
             _store_pair(dh0_ptr, (batch * C + c)[None, :], h_re, h_im, used[None, :], REAL)
@@ -642,11 +1363,9 @@ def _scan_summary(programs, tensors, numbers, strides, sizes, h0, reverse):
     return product, state
 
 
-@custom_op("nanohilbert::triton_scan", mutates_args=())
-def _triton_scan(
-    x: Tensor | None, y: Tensor | None, dt: Tensor | None, omega: Tensor | None, b: Tensor, h0: Tensor
-) -> Tensor:
-    """(x, y) = (log_decay, theta), or (gate, delta) if dt and omega are given; h0 float32 and contiguous."""
+def _scan_forward_triton(x, y, dt, omega, b, h0, b_dtype):
+    """(x, y) = (log_decay, theta), or (gate, delta) if dt and omega are given; h0 and omega float32."""
+    omega, h0 = None if omega is None else omega.contiguous(), h0.contiguous()
     programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, b, SCAN_TILES[0])
     h = h0.new_empty(b.shape)
     between = _scan_summary(programs, tensors, numbers, strides, sizes, h0, False)
@@ -654,20 +1373,11 @@ def _triton_scan(
     return h
 
 
-@custom_op("nanohilbert::triton_scan_backward", mutates_args=())
-def _triton_scan_backward(
-    grad: Tensor,
-    x: Tensor | None,
-    y: Tensor | None,
-    dt: Tensor | None,
-    omega: Tensor | None,
-    h: Tensor,
-    h0: Tensor,
-    b_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _scan_backward_triton(grad, x, y, dt, omega, h0, h, b_dtype):
+    omega, h0 = None if omega is None else omega.contiguous(), h0.contiguous()
     programs, tensors, numbers, strides, sizes = _scan_arguments(x, y, dt, omega, grad, SCAN_TILES[1])
     between = _scan_summary(programs, tensors, numbers, strides, sizes, h0, True)
-    dx, dy, ddt, domega, db, dh0 = _scan_gradients(grad, x, y, dt, omega, h, h0, b_dtype)
+    dx, dy, ddt, domega, db, dh0 = _scan_backward_like(grad, x, y, dt, omega, h0, h, b_dtype)
     if omega is not None:
         domega = h0.new_empty(len(h0), numbers[-1], *omega.shape)  # of every segment
     outputs = dx, dy, ddt, domega, db, dh0
@@ -675,174 +1385,21 @@ def _triton_scan_backward(
     return dx, dy, ddt, domega.sum((0, 1)) if omega is not None else domega, db, dh0
 
 
-def _scan_gradients(grad, x, y, dt, omega, h, h0, b_dtype):
-    """Empty tensors for the gradients of x, y, dt, omega, b and h0."""
-    given = [h.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in (x, y, dt, omega)]
-    return *given, h.new_empty(h.shape, dtype=b_dtype), h0.new_empty(h0.shape)
+def _scan_backward_like(grad, x, y, dt, omega, h0, h, b_dtype):
+    dx, dy, ddt, domega, dh0 = _empty_like(x, y, dt, omega, h0)
+    return dx, dy, ddt, domega, h.new_empty(h.shape, dtype=b_dtype), dh0
 
 
-@_triton_scan.register_fake
-def _(x, y, dt, omega, b, h0):
-    return h0.new_empty(b.shape)
+_triton_scan = _operator(
+    "triton_scan(Tensor? x, Tensor? y, Tensor? dt, Tensor? omega, Tensor b, Tensor h0, ScalarType b_dtype) -> Tensor",
+    _scan_forward_triton,
+    lambda x, y, dt, omega, b, h0, b_dtype: h0.new_empty(b.shape),
+    _scan_backward_triton,
+    _scan_backward_like,
+    saved=("x", "y", "dt", "omega", "h0", 0),
+)
 
-
-_triton_scan_backward.register_fake(_scan_gradients)
-
-
-def _triton_scan_setup(ctx, inputs, output):
-    *transition, b, h0 = inputs
-    ctx.given, ctx.b_dtype = [x is not None for x in transition], b.dtype
-    ctx.save_for_backward(*(x for x in transition if x is not None), output, h0)
-
-
-def _triton_scan_vjp(ctx, grad):
-    saved = list(ctx.saved_tensors)
-    inputs = [saved.pop(0) if given else None for given in ctx.given]
-    *grads, grad_b, grad_h0 = _triton_scan_backward(grad, *inputs, *saved, ctx.b_dtype)
-    return *(x if given else None for x, given in zip(grads, ctx.given)), grad_b, grad_h0
-
-
-_triton_scan.register_autograd(_triton_scan_vjp, setup_context=_triton_scan_setup)
-
-
-def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
-    """Complex (or real) diagonal linear recurrence h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t, QS eq. 2.
-
-    Args:
-        log_decay: (B, T, C) or (B, T, 1), log-modulus of the transition, usually <= 0.
-        theta: (B, T, C), its angle in radians; None for a real recurrence. In the Triton kernel below 1e5 in size: its sine
-            and cosine lose digits beyond.
-        b: (B, T, C, 2) input, or (B, T, C) if theta is None.
-        h0: (B, C, 2) or (B, C) state before the first step; None is zero.
-        method: "exact", or "clamped" for QS Algorithm 2 as printed (chunks of 64, log-decay clamped at -30).
-        backend: of method="exact": None, "torch", "triton" or "reference", as above.
-    Any float dtype and strides.
-
-    Returns:
-        (h, hT): every state, in b's shape, and the last one; float32 (float64 if an input is).
-    Raises:
-        ValueError: shapes that do not fit, T = 0, an unknown method or backend, or one that cannot run here.
-    """
-    _expect_one_of("method", method, "exact", "clamped")
-    _expect_floats(log_decay=log_decay, theta=theta, b=b, h0=h0)
-    if log_decay.dim() != 3 or log_decay.shape[1] == 0:
-        raise ValueError(f"log_decay must be (B, T, C) with T > 0, not {tuple(log_decay.shape)}")
-    B, T = log_decay.shape[:2]
-    C = (b if theta is None else theta).shape[-1]
-    _expect_shape("log_decay", log_decay, (B, T, C), (B, T, 1))
-    _expect_shape("b", b, (B, T, C) if theta is None else (B, T, C, 2))
-    if theta is not None:
-        _expect_shape("theta", theta, (B, T, C))
-    if h0 is not None:
-        _expect_shape("h0", h0, (B, C) if theta is None else (B, C, 2))
-    if method == "clamped":
-        if theta is None:
-            raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
-        return complex_scan_clamped(log_decay, theta, b, h0)
-    tensors = [x for x in (log_decay, b, theta, h0) if x is not None]
-    backend = _pick(backend, BACKENDS, *tensors)
-    if backend == "reference":
-        return _in_dtype(_compute_dtype(*tensors), *complex_scan_reference(log_decay, theta, b, h0))
-    if backend == "triton":
-        h = _triton_scan(log_decay.expand(B, T, C), theta, None, None, b, _initial(h0, b[:, 0]))
-        return h, h[:, -1].clone()  # a view would keep all of h alive
-    dtype = _compute_dtype(*tensors)
-    h0 = torch.zeros_like(b[:, 0], dtype=dtype) if h0 is None else h0.to(dtype)
-    theta = None if theta is None else theta.to(dtype)
-    h, _ = _complex_scan(log_decay.to(dtype).expand(B, T, C), theta, b.to(dtype), h0)
-    return h, h[:, -1].clone()
-
-
-def _initial(h0, like):
-    """What the Triton kernels start from: float32, contiguous."""
-    return torch.zeros_like(like, dtype=torch.float32) if h0 is None else h0.float().contiguous()
-
-
-def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None):
-    """complex_scan with H-Mamba's transition, which never reaches memory on a GPU: log_decay = log sigmoid(gate) and
-    theta = 2 atan(phi) with phi = dt / 2 (delta + omega); QS Algorithm 1, eqs. 2 and 3.
-
-    Args:
-        delta: (B, T, H, N) logits, QS 5.2.               dt: (B, T, H) step size, one a head, QS 5.7.
-        gate: (B, T, H, N) logits; None: alpha = 1.       omega: (H, N) angular rates.
-        b: (B, T, H, N, 2) complex input.                 h0: (B, H, N, 2) state before the first step; None is zero.
-        method, backend: as complex_scan.
-    Any float dtype and strides; on a GPU views of one projection are read where they lie.
-
-    Returns:
-        (h, hT): every state (B, T, H, N, 2) and the last one; float32 (float64 if an input is).
-    Raises:
-        ValueError: as complex_scan.
-    """
-    _expect_floats(delta=delta, dt=dt, gate=gate, omega=omega, b=b, h0=h0)
-    if delta.dim() != 4 or delta.shape[1] == 0:
-        raise ValueError(f"delta must be (B, T, H, N) with T > 0, not {tuple(delta.shape)}")
-    B, T, H, N = delta.shape
-    _expect_shape("dt", dt, (B, T, H))
-    _expect_shape("omega", omega, (H, N))
-    _expect_shape("b", b, (B, T, H, N, 2))
-    if gate is not None:
-        _expect_shape("gate", gate, (B, T, H, N))
-    if h0 is not None:
-        _expect_shape("h0", h0, (B, H, N, 2))
-    tensors = [x for x in (delta, dt, gate, omega, b, h0) if x is not None]
-    backend = _pick(backend, BACKENDS, *tensors)
-    if method == "exact" and backend == "triton":
-        h = _triton_scan(gate, delta, dt, omega.float().contiguous(), b, _initial(h0, b[:, 0]))
-        return h, h[:, -1].clone()
-    dtype = torch.float64 if backend == "reference" else _compute_dtype(*tensors)
-    # Under bf16 autocast the logits come in bf16; everything made of them from here on is float32.
-    phi = 0.5 * dt.to(dtype).unsqueeze(-1) * (delta.to(dtype) + omega.to(dtype))  # QS 5.2
-    # Algorithm 1, line 1 and eq. 3, the diagonal form of eq. 1: lambda = (1 + i phi) / (1 - i phi) has modulus 1 and
-    # this angle.
-    theta = (2 * phi.atan()).flatten(2)
-    log_decay = b.new_zeros(B, T, 1, dtype=dtype) if gate is None else F.logsigmoid(gate.to(dtype)).flatten(2)  # line 2
-    h0 = None if h0 is None else h0.flatten(1, 2)
-    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), h0, method, backend)
-    return _in_dtype(_compute_dtype(*tensors), h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# selective_scan: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t                      (Mamba, Algorithm 2)
-# The adjoint: g_t = dL/dy_t C_t + exp(dt_{t+1} A) g_{t+1}, and with x_t = dt_t u_t, w_t = g_t exp(dt_t A) h_{t-1}:
-#     dL/dC_t = sum_E dL/dy_t h_t    dL/dB_t = sum_E x_t g_t    dL/dx_t = g_t . B_t    dL/ddt_t = w_t . A + u_t dL/dx_t
-#     dL/dA = sum_{B,T} dt_t w_t     dL/dh0 = exp(dt_1 A) g_1
-
-SELECTIVE_CHUNK = 16  # steps between stored states: the backward recomputes h inside each chunk
-
-
-def selective_scan_reference(u, dt, A, B, C, h0=None):
-    """The recurrence as written, step by step in float64. The oracle of the tests."""
-    u, dt, A, B, C = (x.double() for x in (u, dt, A, B, C))
-    h = u.new_zeros(u.shape[0], *A.shape) if h0 is None else h0.double()
-    ys = []
-    for u_t, dt_t, B_t, C_t in zip(*(x.unbind(1) for x in (u, dt, B, C))):
-        h = torch.exp(dt_t.unsqueeze(-1) * A) * h + (dt_t * u_t).unsqueeze(-1) * B_t.unsqueeze(1)  # (B, E, N)
-        ys.append((h * C_t.unsqueeze(1)).sum(-1))
-    return torch.stack(ys, 1), h
-
-
-def _row_groups(u, A):
-    """Batch rows worked on together: on a CPU as many as keep one chunk of states in cache, elsewhere all of them."""
-    rows = max(1, 2**17 // (SELECTIVE_CHUNK * max(1, A.numel()))) if u.device.type == "cpu" else u.shape[0]
-    return [slice(r, r + rows) for r in range(0, u.shape[0], rows)]
-
-
-def _chunk_slices(T):
-    return [slice(t, t + SELECTIVE_CHUNK) for t in range(0, T, SELECTIVE_CHUNK)]
-
-
-def _chunk_states(u, dt, A, B, h):
-    """States of one chunk from the state before it. u, dt (L, B, E), B (L, B, N), h (B, E, N).
-
-    Returns exp(dt A) and the states, both (L, B, E, N)."""
-    decay = (dt.unsqueeze(-1) * A).exp_()
-    states = (dt * u).unsqueeze(-1) * B.unsqueeze(-2)
-    for decay_t, state_t in zip(decay.unbind(0), states.unbind(0)):
-        h = state_t.addcmul_(decay_t, h)
-    return decay, states
-
-
+# ---- selective_scan ----
 # Triton. Programs share out (batch, channels) and walk over chunks of time, h in registers: an associative scan along the time
 # of a (time, channels, states) tile. The forward stores the state before each chunk. The backward starts from it, runs the
 # scan again for the states before each step, turns them round, and scans from the end. What grad_A, grad_B and grad_C sum
@@ -985,319 +1542,7 @@ def _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts):
     return du, ddt, dA.sum(0).to(A.dtype), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dh0
 
 
-@custom_op("nanohilbert::selective_scan", mutates_args=())
-def _selective_scan(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor, use_triton: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    chunks = _chunk_slices(u.shape[1])
-    y, hT, starts = (
-        torch.empty_like(u, memory_format=torch.contiguous_format),
-        h0.new_empty(h0.shape),
-        h0.new_empty(len(chunks), *h0.shape),
-    )
-    if use_triton:
-        _selective_forward_triton(u, dt, A, B, C, h0, y, hT, starts)
-        return y, hT, starts
-    for rows in _row_groups(u, A):
-        u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (u, dt, B, C))  # time-major
-        h = h0[rows]
-        for start, s in zip(starts, chunks):
-            start[rows] = h
-            _, states = _chunk_states(u_r[s], dt_r[s], A, B_r[s], h)
-            h = states[-1].clone()
-            y[rows, s] = states.mul_(C_r[s].unsqueeze(-2)).sum(-1).transpose(0, 1)
-        hT[rows] = h
-    return y, hT, starts
-
-
-@custom_op("nanohilbert::selective_scan_backward", mutates_args=())
-def _selective_scan_backward(
-    grad_y: Tensor,
-    grad_hT: Tensor,
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    starts: Tensor,
-    use_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if use_triton:
-        return _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, dt, B, C)]
-    grad_A, grad_h0 = torch.zeros_like(A, memory_format=torch.contiguous_format), torch.empty_like(starts[0])
-    chunks = _chunk_slices(u.shape[1])
-    for rows in _row_groups(u, A):
-        gy_r, u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (grad_y, u, dt, B, C))
-        g = grad_hT[rows]  # what flows back into the last state of the chunk
-        for start, s in reversed(list(zip(starts, chunks))):
-            gy, u_s, dt_s, B_s = gy_r[s], u_r[s], dt_r[s], B_r[s]
-            x, h = dt_s * u_s, start[rows]
-            decay, states = _chunk_states(u_s, dt_s, A, B_s, h)
-            grad_C = (gy.unsqueeze(-1) * states).sum(-2)  # not matmul: autocast or TF32 would round it
-            adjoint = gy.unsqueeze(-1) * C_r[s].unsqueeze(-2)  # (L, B, E, N)
-            adjoint[-1] += g
-            for t in range(len(adjoint) - 1, 0, -1):
-                adjoint[t - 1].addcmul_(decay[t], adjoint[t])
-            g = decay[0] * adjoint[0]
-            grad_B = (x.unsqueeze(-1) * adjoint).sum(-2)
-            grad_x = (adjoint * B_s.unsqueeze(-2)).sum(-1)
-            w = adjoint.mul_(decay)
-            w[0] *= h
-            w[1:] *= states[:-1]
-            grad_dt = (w * A).sum(-1).addcmul_(grad_x, u_s)
-            grad_A += w.mul_(dt_s.unsqueeze(-1)).sum((0, 1))
-            for out, value in zip(grads, (grad_x * dt_s, grad_dt, grad_B, grad_C)):
-                out[rows, s] = value.transpose(0, 1)
-        grad_h0[rows] = g
-    grad_u, grad_dt, grad_B, grad_C = grads
-    return grad_u, grad_dt, grad_A, grad_B, grad_C, grad_h0
-
-
-@_selective_scan.register_fake
-def _(u, dt, A, B, C, h0, use_triton):
-    starts = h0.new_empty(len(_chunk_slices(u.shape[1])), *h0.shape)
-    return torch.empty_like(u, memory_format=torch.contiguous_format), h0.new_empty(h0.shape), starts
-
-
-@_selective_scan_backward.register_fake
-def _(grad_y, grad_hT, u, dt, A, B, C, starts, use_triton):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, dt, A, B, C, starts[0]))
-
-
-def _selective_scan_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
-    ctx.use_triton = inputs[6]
-    ctx.save_for_backward(*inputs[:5], output[2])
-
-
-def _selective_scan_vjp(ctx, grad_y, grad_hT, _):
-    saved = ctx.saved_tensors
-    grad_y = torch.zeros_like(saved[0]) if grad_y is None else grad_y
-    grad_hT = torch.zeros_like(saved[-1][0]) if grad_hT is None else grad_hT
-    return *_selective_scan_backward(grad_y, grad_hT, *saved, ctx.use_triton), None
-
-
-_selective_scan.register_autograd(_selective_scan_vjp, setup_context=_selective_scan_setup)
-
-
-def selective_scan(u, dt, A, B, C, h0=None, backend=None):
-    """Mamba's selective state-space recurrence: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t, y_t = C_t . h_t.
-
-    Args:
-        u: (B, T, E) input.          dt: (B, T, E) step size, after softplus.
-        A: (E, N) real, negative.    B, C: (B, T, N) input and output projections.
-        h0: (B, E, N) state before the first step; None is zero.
-        backend: None, "torch", "triton" or "reference", as above.
-    Any float dtype and strides.
-
-    Returns:
-        (y, hT): y (B, T, E) in u's dtype, without the skip D u; hT (B, E, N) in float32 (float64 if an input is).
-    Raises:
-        ValueError: shapes that do not fit, T = 0, an unknown backend, or one that cannot run here.
-    """
-    _expect_floats(u=u, dt=dt, A=A, B=B, C=C, h0=h0)
-    if u.dim() != 3 or u.shape[1] == 0 or A.dim() != 2:
-        raise ValueError(f"u must be (B, T, E) with T > 0 and A (E, N), not {tuple(u.shape)} and {tuple(A.shape)}")
-    (batch, T, E), N = u.shape, A.shape[1]
-    for name, x, shape in (
-        ("dt", dt, (batch, T, E)),
-        ("A", A, (E, N)),
-        ("B", B, (batch, T, N)),
-        ("C", C, (batch, T, N)),
-    ):
-        _expect_shape(name, x, shape)
-    if h0 is not None:
-        _expect_shape("h0", h0, (batch, E, N))
-    tensors = [x for x in (u, dt, A, B, C, h0) if x is not None]
-    backend = _pick(backend, BACKENDS, *tensors)
-    dtype = _compute_dtype(*tensors)
-    if backend == "reference":
-        y, hT = selective_scan_reference(u, dt, A, B, C, h0)
-        return y.to(u.dtype), hT.to(dtype)
-    h0 = u.new_zeros(batch, E, N, dtype=dtype) if h0 is None else h0.to(dtype)
-    inputs = (u, dt, A, B, C) if backend == "triton" else (x.to(dtype) for x in (u, dt, A, B, C))
-    y, hT, _ = _selective_scan(*inputs, h0, backend == "triton")
-    return y.to(u.dtype), hT
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# born_attention: o_i = sum_{j<=i} w_ij v_j / sum_{j<=i} w_ij with w_ij = |<q_i|k_j>|^2          (QS eq. 5, Algorithm 3)
-#
-# D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Both are one
-# sum over the past, s_i = sum_{j<=i} w_ij u_j^T with u_j = (v_j, 1), and there are three equal ways to it:
-#   quadratic   With the real vectors Q = [q_re, q_im], K1 = [k_re, k_im] and K2 = -i K1 = [k_im, -k_re], 2N wide, the product
-#               is <q|k> = Q.K1 + i Q.K2, so w = (Q.K1)^2 + (Q.K2)^2: matrix products and squares, no exponential.
-#   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers describe:
-#               phi(k) = (|k_n|^2; sqrt2 Re k_m k_n^* for m > n, sqrt2 Im k_m k_n^* for m < n): w_ij = phi(q_i).phi(k_j), so
-#               s_i = phi(q_i) S_i with a state S_i = sum_{j<=i} phi(k_j) u_j^T, N^2 x (2N+1).
-#   recurrent   The linear form with the state carried on. The newest tokens, up to a chunk, are scored quadratically and
-#               then folded into S: signed features alone would lose digits where the sum has few terms.
-# The adjoint of s = W U with G = dL/ds: dL/dU = W^T G, dL/dW = G U^T where j <= i, and through the squares
-#     dL/d(Q.K1) = 2 (Q.K1) dL/dW,    dL/d(Q.K2) = 2 (Q.K2) dL/dW.
-
-BORN_CHUNK = 64  # tokens a chunk
-# Where a query is orthogonal to all keys eq. 5 is 0/0, and near that the rounding of the features decides. So the
-# denominator is raised by this share of sum_{j<=i} |k_j|^2, which it is compared with: on average it is 1/N of that.
-BORN_FLOOR = 1e-6
-TINY = 1e-30
-
-
-def _linear_is_faster(T, N, triton):
-    """Quadratic costs about T N a token, linear N^3, with a share for the chunks. Measured on a CPU, forward and backward; of the
-    Triton kernels the instructions were counted (results/kernels_static.md), nothing was measured."""
-    return T >= max(2048, 16 * N * N) and N <= BORN_WIDEST if triton else T >= max(384, 3 * N * N)
-
-
-def _unit(q):
-    """q / |q| over the last axis, 0 for q = 0, with finite gradients; scaled first, as squares leave float32 early."""
-    q = q / q.detach().abs().amax(-1, keepdim=True).clamp(min=TINY)
-    return q * (q.square().sum(-1, keepdim=True) + 1e-12).rsqrt()  # the sum is 1 or more, unless |q| < TINY
-
-
-def born_attention_reference(q, k, v, S=None):
-    """QS Algorithm 3 in complex128, without D and tau, which cancel, but with what keeps it finite: q of unit norm, which
-    cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory. q may be the last of the
-    positions of k; S sums what came before those."""
-    q, k, v = q.double(), k.double(), v.double()
-    unit = _unit(q.flatten(-2)).view(q.shape)
-    q, k, v = (torch.view_as_complex(x.contiguous()) for x in (unit, k, v))
-    w = torch.view_as_real(q.conj() @ k.transpose(-1, -2)).square().sum(-1)  # line 1
-    w = w.tril(k.shape[-2] - q.shape[-2])
-    numerator, total = torch.view_as_real(w.to(v.dtype) @ v), w.sum(-1)
-    mass = torch.view_as_real(k).square().sum((-2, -1)).cumsum(-1)[..., -q.shape[-2] :]
-    if S is not None:
-        s = _features(_flat(unit)) @ S.double()
-        numerator, total = numerator + torch.stack(s[..., :-1].chunk(2, -1), -1), (total + s[..., -1]).clamp(min=0)
-        mass = mass + S[..., :: q.shape[-1] + 1, -1].double().sum(-1, keepdim=True)
-    return numerator / (total + BORN_FLOOR * mass + TINY)[..., None, None]  # line 2, eq. 5
-
-
-def _minus_i(k):
-    """K2 = -i K1: [k_re, k_im] -> [k_im, -k_re]."""
-    re, im = k.chunk(2, -1)
-    return torch.cat((im, -re), -1)
-
-
-def _feature_masks(N, like):
-    """phi keeps the lower triangle of Re x x^* and the strict upper of Im x x^*; sqrt 2 counts what is left out."""
-    ones = torch.full((N, N), 2**0.5, dtype=like.dtype, device=like.device)
-    return ones.tril(-1) + torch.eye(N, dtype=like.dtype, device=like.device), ones.triu(1)
-
-
-def _features(x):
-    """phi: (..., 2N) -> (..., N^2) with phi(x).phi(y) = |<x|y>|^2."""
-    re, im = x.chunk(2, -1)
-    lower, upper = _feature_masks(re.shape[-1], x)
-    symmetric = re.unsqueeze(-1) * re.unsqueeze(-2) + im.unsqueeze(-1) * im.unsqueeze(-2)  # Re x x^*
-    skew = im.unsqueeze(-1) * re.unsqueeze(-2) - re.unsqueeze(-1) * im.unsqueeze(-2)  # Im x x^*
-    return (symmetric * lower + skew * upper).flatten(-2)
-
-
-def _features_backward(grad, x):
-    re, im = x.chunk(2, -1)
-    N = re.shape[-1]
-    lower, upper = _feature_masks(N, x)
-    grad = grad.unflatten(-1, (N, N))
-    symmetric, skew = grad * lower, grad * upper
-    symmetric, skew = symmetric + symmetric.mT, skew - skew.mT
-    re, im = re.unsqueeze(-1), im.unsqueeze(-1)
-    return torch.cat((symmetric @ re - skew @ im, symmetric @ im + skew @ re), -2).squeeze(-1)
-
-
-def _scores(q, k):
-    """Real and imaginary part of <q|k>, and the causal weights. q (G, t, 2N) are the last t of the s positions of k."""
-    re, im = q @ k.mT, q @ _minus_i(k).mT
-    return re, im, (re.square() + im.square()).tril(k.shape[1] - q.shape[1])
-
-
-def _scores_backward(grad, q, k, u):
-    """Gradients for q, k and u of w u."""
-    re, im, w = _scores(q, k)
-    grad_w = (grad @ u.mT).tril_(k.shape[1] - q.shape[1]).mul_(2)
-    grad_re, grad_im = re * grad_w, im * grad_w
-    grad_k = grad_re.mT @ q - _minus_i(grad_im.mT @ q)  # the adjoint of -i is i
-    return grad_re @ k + grad_im @ _minus_i(k), grad_k, w.mT @ grad
-
-
-def _born_blocks(q, k):
-    """(queries, keys) of each chunk as slices; k holds fewer tokens than a chunk before the first query."""
-    before = k.shape[1] - q.shape[1]
-    for start in range(0, k.shape[1], BORN_CHUNK):
-        stop = min(start + BORN_CHUNK, k.shape[1])
-        yield slice(max(0, start - before), stop - before), slice(start, stop)
-
-
-@custom_op("nanohilbert::born_sum", mutates_args=())
-def _born_sum(q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, linear: bool) -> tuple[Tensor, Tensor]:
-    """s (G, T, 2N+1); and for the backward of the linear form the state before each chunk (chunks, G, N^2, 2N+1)."""
-    s, states = q.new_empty(*q.shape[:2], u.shape[2]), []
-    with torch.autocast(q.device.type, enabled=False):
-        for queries, keys in _born_blocks(q, k):
-            # The forms differ in how much of the past is seen as keys; what came before those is in S.
-            seen = keys if linear else slice(0, keys.stop)
-            s[:, queries] = _scores(q[:, queries], k[:, seen])[2] @ u[:, seen]  # quadratic: W U
-            if S is not None:
-                s[:, queries] += _features(q[:, queries]) @ S  # linear: phi(q) S
-            if linear:
-                states.append(q.new_zeros(len(q), q.shape[2] ** 2 // 4, u.shape[2]) if S is None else S)
-                S = states[-1] + _features(k[:, keys]).mT @ u[:, keys]
-    return s, torch.stack(states) if linear else q.new_empty(0)
-
-
-@custom_op("nanohilbert::born_sum_backward", mutates_args=())
-def _born_sum_backward(
-    grad: Tensor, q: Tensor, k: Tensor, u: Tensor, S: Tensor | None, states: Tensor, linear: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_u = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(u)
-    grad_S = q.new_zeros(len(q), q.shape[2] ** 2 // 4, u.shape[2])
-    with torch.autocast(q.device.type, enabled=False):
-        for i, (queries, keys) in reversed(list(enumerate(_born_blocks(q, k)))):
-            seen = keys if linear else slice(0, keys.stop)
-            q_i, k_i, u_i, g = q[:, queries], k[:, seen], u[:, seen], grad[:, queries]
-            if linear:  # grad_S is dL/dS after this chunk
-                grad_k[:, keys] += _features_backward(u_i @ grad_S.mT, k_i)
-                grad_u[:, keys] += _features(k_i) @ grad_S
-            for total, part in zip(
-                (grad_q[:, queries], grad_k[:, seen], grad_u[:, seen]), _scores_backward(g, q_i, k_i, u_i)
-            ):
-                total += part
-            before = states[i] if linear else S
-            if before is not None:
-                grad_q[:, queries] += _features_backward(g @ before.mT, q_i)
-                grad_S += _features(q_i).mT @ g
-    return grad_q, grad_k, grad_u, grad_S
-
-
-@_born_sum.register_fake
-def _(q, k, u, S, linear):
-    chunks = -(-k.shape[1] // BORN_CHUNK)
-    states = q.new_empty(chunks, len(q), q.shape[2] ** 2 // 4, u.shape[2]) if linear else q.new_empty(0)
-    return q.new_empty(*q.shape[:2], u.shape[2]), states
-
-
-@_born_sum_backward.register_fake
-def _(grad, q, k, u, S, states, linear):
-    grad_S = q.new_empty(len(q), q.shape[2] ** 2 // 4, u.shape[2])
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(u), grad_S
-
-
-def _born_sum_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
-    ctx.linear = inputs[4]
-    ctx.save_for_backward(*inputs[:4], output[1])
-
-
-def _born_sum_vjp(ctx, grad, _):
-    if grad is None:
-        return None, None, None, None, None
-    q, k, u, S, states = ctx.saved_tensors
-    grad_q, grad_k, grad_u, grad_S = _born_sum_backward(grad, q, k, u, S, states, ctx.linear)
-    return grad_q, grad_k, grad_u, None if S is None else grad_S, None
-
-
-_born_sum.register_autograd(_born_sum_vjp, setup_context=_born_sum_setup)
-
+# ---- born_attention ----
 # Triton, the quadratic form. The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of
 # i q with k, or of q with -i k. What a program holds is turned, what it walks over is not. A program of the forward, or of the
 # pass for q, holds a tile of queries and walks over the keys that they see; one of the pass for k and v holds keys and walks
@@ -1382,7 +1627,7 @@ if triton is not None:
             return _dot(x, high) + _dot(x, _operand(y - high.to(tl.float32), ptr))
 
     @triton.jit
-    def _turned(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    def _times_i_of_pairs(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
         """i x for rows of pairs."""
         re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
         return tl.reshape(tl.join(-im, re), (ROWS, WIDTH))
@@ -1556,7 +1801,7 @@ if triton is not None:
         start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES  # the longest first
         q_ptr = _head(q_ptr, g, H, q_batch, q_head)
         q, square, power = _born_query(q_ptr, start, q_row, T, COLUMNS, QUERIES, WIDTH)
-        turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
+        turned = _operand(_times_i_of_pairs(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         numerator, weights = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, KEYS), tl.float32)
         begin = 0
@@ -1630,7 +1875,7 @@ if triton is not None:
         _store_tile(Q_ptr, q, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
         _store_tile(G_ptr, grad, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
 
-        turned = _operand(_turned(q, QUERIES, WIDTH), q_ptr)
+        turned = _operand(_times_i_of_pairs(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
         begin = 0
@@ -1650,7 +1895,7 @@ if triton is not None:
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
             dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                             COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
-        dq = 2.0 * (dq_re - _turned(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
+        dq = 2.0 * (dq_re - _times_i_of_pairs(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
         q = q.to(tl.float32)
         dq = (dq - q * (tl.sum(q * dq, 1) / square)[:, None]) * power[:, None]  # |q| has no effect
         _store_tile(dq_ptr + g.to(tl.int64) * T * COLUMNS, dq, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
@@ -1687,7 +1932,7 @@ if triton is not None:
         k_ptr = _head(k_ptr, g, H, k_batch, k_head)
         k = _load_tile(k_ptr, start, k_row, T, COLUMNS, KEYS, WIDTH, False)
         v = _load_tile(_head(v_ptr, g, H, v_batch, v_head), start, v_row, T, COLUMNS, KEYS, WIDTH, False)
-        turned = _operand(-_turned(k, KEYS, WIDTH), k_ptr)
+        turned = _operand(-_times_i_of_pairs(k, KEYS, WIDTH), k_ptr)
         dk_re, dk_im = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
         dv, end = tl.zeros((KEYS, WIDTH), tl.float32), padded
         if states_ptr is not None:
@@ -1709,14 +1954,14 @@ if triton is not None:
                                               QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
             later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
         dfloor += tl.sum(later, 0)
-        dk = 2.0 * (dk_re + _turned(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
+        dk = 2.0 * (dk_re + _times_i_of_pairs(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
         _store_tile(dk_ptr + g.to(tl.int64) * T * COLUMNS, dk, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
         _store_tile(dv_ptr + g.to(tl.int64) * T * COLUMNS, dv, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
 
 
-def _rows_of_pairs(x):
-    """x (B, H, T, N, 2), in place wherever the pairs of a row follow one another, and its strides."""
-    x = x if x.stride(4) == 1 and (x.stride(3) == 2 or x.shape[3] == 1) else x.contiguous()
+def _rows_in_place(x):
+    """x (B, H, T, ...), in place wherever the numbers of a row follow one another, and its strides."""
+    x = x if x[0, 0, 0].is_contiguous() else x.contiguous()
     return x, x.stride()[:3]
 
 
@@ -1746,12 +1991,11 @@ def _born_states(x, y, shift, floor, S, numbers, strides, sizes):
     return states
 
 
-@custom_op("nanohilbert::triton_born", mutates_args=())
-def _triton_born(q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, linear: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _born_forward_triton(q, k, v, S, linear):
     """o; for the backward d; and of the linear form the states before each chunk."""
     numbers, programs, sizes, _ = _born_sizes(q, linear)
-    (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (q, k, v))
-    o, d = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+    (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_in_place, (q, k, v))
+    o, d, _ = _born_like(q, k, v, S, linear)
     mass = torch.empty_like(d)
     states = _born_states(k, v, None, None, S, numbers, (*k_strides, *v_strides), sizes) if linear else None
     _launch(_born_mass_kernel, numbers[0], k, S, mass, *numbers[1:], *k_strides,
@@ -1761,13 +2005,10 @@ def _triton_born(q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, linear: bool
     return o, d, d.new_empty(0) if states is None else states
 
 
-@custom_op("nanohilbert::triton_born_backward", mutates_args=())
-def _triton_born_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, o: Tensor, d: Tensor, states: Tensor, linear: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _born_backward_triton(grad, q, k, v, S, o, d, states, linear):
     numbers, programs, query_sizes, key_sizes = _born_sizes(q, linear)
-    (grad, grad_strides), (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_of_pairs, (grad, q, k, v))
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    (grad, grad_strides), (q, q_strides), (k, k_strides), (v, v_strides) = map(_rows_in_place, (grad, q, k, v))
+    dq, dk, dv = _empty_like(q, k, v)
     rows = d.new_empty(2, programs * query_sizes["QUERIES"])  # G . o, and the gradient of the floor
     dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     pairs = rows.new_empty(2, rows.shape[1], query_sizes["WIDTH"], dtype=dtype)  # Q and G
@@ -1783,325 +2024,40 @@ def _triton_born_backward(
     return dq, dk, dv, d.new_empty(0) if S is None else ends[:, -1].clone()
 
 
-@_triton_born.register_fake
-def _(q, k, v, S, linear):
+def _born_like(q, k, v, S, linear):
     N, chunks = q.shape[3], -(-q.shape[2] // BORN_SPAN)
     states = (q.shape[0] * q.shape[1], chunks + 1, N * N * (2 * N + 1)) if linear else (0,)
     return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, q.shape[:3], states))
 
 
-@_triton_born_backward.register_fake
-def _(grad, q, k, v, S, o, d, states, linear):
-    return *(x.new_empty(x.shape) for x in (q, k, v)), d.new_empty((0,) if S is None else S.shape)
+_triton_born = _operator(
+    "triton_born(Tensor q, Tensor k, Tensor v, Tensor? S, bool linear) -> (Tensor, Tensor, Tensor)",
+    _born_forward_triton,
+    _born_like,
+    _born_backward_triton,
+    lambda grad, q, k, v, S, o, d, states, linear: _empty_like(q, k, v, S),
+    saved=("q", "k", "v", "S", 0, 1, 2),
+)
 
 
-def _triton_born_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no zeros for d and the states, which nobody differentiates
-    ctx.linear = inputs[4]
-    ctx.save_for_backward(*inputs[:4], *output)
+def _born_in_triton(inputs, S, k, v, linear):
+    """o and the state, for q, k and v as they came; and for S, k and v with the inputs at their end, as a state keeps them."""
+    q, _, _ = inputs = _autocast(*inputs)
+    (B, H, T, N, _), before, packed = q.shape, k.shape[2] - q.shape[2], None
+    if before:  # those tokens ask nothing
+        inputs = F.pad(q, (0, 0, 0, 0, before, 0)), k.to(q.dtype), v.to(q.dtype)
+    if S is not None:  # as the kernels keep it: all values, then the masses
+        packed = torch.cat((S[..., :-1].flatten(2), S[..., -1]), -1).flatten(0, 1)
+    o, _, states = _triton_born(*inputs, packed, linear)
+    if linear and not o.requires_grad:
+        whole = k.shape[2] // BORN_SPAN
+        values, masses = states[:, whole].unflatten(0, (B, H)).split((2 * N**3, N * N), -1)
+        S = torch.cat((values.unflatten(-1, (N * N, 2 * N)), masses.unsqueeze(-1)), -1)
+        k, v = k[:, :, whole * BORN_SPAN :], v[:, :, whole * BORN_SPAN :]
+    return o[:, :, before:], (S, k, v)
 
 
-def _triton_born_vjp(ctx, grad, *_):
-    if grad is None:
-        return None, None, None, None, None
-    *grads, dS = _triton_born_backward(grad, *ctx.saved_tensors, ctx.linear)
-    return *grads, None if ctx.saved_tensors[3] is None else dS, None
-
-
-_triton_born.register_autograd(_triton_born_vjp, setup_context=_triton_born_setup)
-
-
-def _pack(S):
-    """A state (B, H, N^2, 2N+1) as the Triton kernels keep it, (B H, N^2 (2N+1))."""
-    return torch.cat((torch.stack(S[..., :-1].chunk(2, -1), -1).flatten(2), S[..., -1]), -1).flatten(0, 1)
-
-
-def _unpack(S, B, H, N):
-    values, mass = S.split((2 * N**3, N * N), -1)
-    return torch.cat((*values.view(B, H, N * N, N, 2).unbind(-1), mass.view(B, H, N * N, 1)), -1)
-
-
-def born_fold(state):
-    """Folds the whole chunks among a state's newest tokens into S. Afterwards fewer than 64 tokens are left."""
-    S, k, v = state
-    full = k.shape[2] // BORN_CHUNK * BORN_CHUNK
-    with torch.autocast(k.device.type, enabled=False):
-        for start in range(0, full, BORN_CHUNK):
-            chunk = slice(start, start + BORN_CHUNK)
-            part = _features(_flat(k[:, :, chunk])).mT @ _with_one(_flat(v[:, :, chunk]))
-            S = part if S is None else S + part
-    return S, k[:, :, full:], v[:, :, full:]
-
-
-def _flat(x):
-    """(B, H, T, N, 2) -> (B, H, T, 2N): real parts, then imaginary parts."""
-    return torch.cat(x.unbind(-1), -1)
-
-
-def _with_one(v):
-    return F.pad(v, (0, 1), value=1.0)
-
-
-def _check_born(q, k, v, state):
-    _expect_floats(q=q, k=k, v=v)
-    if q.dim() != 5 or 0 in q.shape[2:] or q.shape[4] != 2:
-        raise ValueError(f"q has shape {tuple(q.shape)}; expected (B, H, T, N, 2) with T and N > 0")
-    B, H, T, N, _ = q.shape
-    given = [("k", k, (B, H, T, N, 2), q.dtype), ("v", v, (B, H, T, N, 2), q.dtype)]
-    if state is not None:
-        if len(state) != 3:
-            raise ValueError(f"state has {len(state)} parts; expected (S, k, v) from an earlier call")
-        S, k_before, v_before = state
-        n = k_before.shape[2] if k_before.dim() == 5 else "n"
-        dtype = _compute_dtype(q)
-        given += [
-            ("k of the state", k_before, (B, H, n, N, 2), dtype),
-            ("v of the state", v_before, (B, H, n, N, 2), dtype),
-        ]
-        given += [] if S is None else [("S of the state", S, (B, H, N * N, 2 * N + 1), dtype)]
-    for name, x, shape, dtype in given:
-        _expect_shape(name, x, shape)
-        if x.device != q.device or x.dtype != dtype:
-            raise ValueError(
-                f"{name} {tuple(x.shape)} is {x.dtype} on {x.device}; expected {dtype} on {q.device}, to go with q"
-            )
-
-
-def born_attention(q, k, v, state=None, method="auto", backend=None):
-    """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
-
-    Args:
-        q, k, v: (B, H, T, N, 2) complex, of one float dtype, any strides. Triton multiplies half-precision ones, and all
-            under autocast, in bfloat16. In float32 the sizes of q and of k do not matter from 1e-12 to 1e12, as tested;
-            beyond, squares may leave float32, and o is wrong without an error. NaN or inf in k or v may also reach the
-            outputs of earlier tokens of the same tile.
-        state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
-            chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
-            All are float32 (float64 if q is); k and v unrounded, S the sum of what was multiplied.
-        method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
-        backend: None, "torch", "triton" or "reference" (complex128; the state that it returns is never folded), as above. Triton has the quadratic form of a sequence from its beginning, and for N up to 32 the linear form; for
-            the rest the torch path runs.
-
-    Returns:
-        (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the summed
-        |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
-        The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
-        tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
-        drops the state, does not pay for it.
-        S is a plain float32 sum: its rounding grows with the past. Where many equal keys are nearly orthogonal to a query
-        (seen from 65,536 tokens on) it may outweigh what is left of the sum. A weight that it makes negative counts as 0,
-        but o is then rounding over floor, and not bounded by v.
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend;
-            "triton" without Triton, for float64, or for CPU tensors (but in its interpreter).
-    """
-    _expect_one_of("method", method, "auto", "quadratic", "linear")
-    backend = _pick(backend, BACKENDS, q)
-    _check_born(q, k, v, state)
-    (B, H, T, N, _), dtype, S, mass = q.shape, _compute_dtype(q), None, 0.0
-    if backend == "reference":
-        S, k_before, v_before = (None, k[:, :, :0], v[:, :, :0]) if state is None else state
-        k, v = torch.cat((k_before, k), 2).to(dtype), torch.cat((v_before, v), 2).to(dtype)
-        return born_attention_reference(q, k, v, S).to(dtype), (S, k, v)
-    both = backend == "triton" and state is None  # where Triton has the two forms
-    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, both))
-    on_triton = backend == "triton" and (N <= BORN_WIDEST if linear else state is None)
-    inputs, k, v = (q, k, v), k.to(dtype), v.to(dtype)  # the state keeps what autocast would round
-    if state is not None:
-        S, k_before, v_before = born_fold(state)
-        k, v = torch.cat((k_before, k), 2), torch.cat((v_before, v), 2)
-    if on_triton:
-        inputs = _autocast(*inputs)
-        if state is not None:  # the tokens before ask nothing
-            q = inputs[0]
-            inputs = F.pad(q, (0, 0, 0, 0, k.shape[2] - T, 0)), k.to(q.dtype), v.to(q.dtype)
-        o, _, states = _triton_born(*inputs, None if S is None else _pack(S), linear)
-        o = o[:, :, -T:]
-        if linear and not o.requires_grad:
-            whole = k.shape[2] // BORN_SPAN
-            S, k, v = _unpack(states[:, whole], B, H, N), k[:, :, whole * BORN_SPAN :], v[:, :, whole * BORN_SPAN :]
-        return o, _born_state(o, S, k, v)
-    q = _unit(_flat(q.to(dtype)))
-    if S is not None:
-        mass = S[..., :: N + 1, -1:].sum(-2, keepdim=True)  # the diagonal features, |k_n|^2, of the column of ones
-    flat_k, u = _flat(k), _with_one(_flat(v))
-    s, _ = _born_sum(*(x.flatten(0, 1) for x in (q, flat_k, u)), None if S is None else S.flatten(0, 1), linear)
-    s = s.unflatten(0, (B, H))
-    mass = mass + flat_k.square().sum(-1, keepdim=True).cumsum(2)[:, :, -T:]  # (B, H, T, 1): sum_{j<=i} |k_j|^2
-    weight = s[..., -1:].clamp(min=0)  # the rounding of a state can make it negative
-    o = s[..., :-1] / (weight + BORN_FLOOR * mass + TINY)
-    return torch.stack(o.chunk(2, -1), -1), _born_state(o, S, k, v)
-
-
-def _born_state(o, S, k, v):
-    if o.requires_grad:
-        return S, k, v
-    S, k, v = born_fold((S, k, v))
-    return S, k.clone(), v.clone()  # not views, which would keep the whole sequence
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t             (PAM eq. 6 and the line before eq. 7)
-#
-# In a chunk of c tokens, with S the state before it and E_ti = prod_{i<j<=t} gamma_j the decay from i to t (E_t0: S's):
-#     y_t = sum_{i<=t} E_ti (k_i^* . q_t) v_i + E_t0 S q_t          S' = sum_i E_ci v_i (x) k_i^* + E_c0 S
-# The first sum is PAM eq. 7, the dual form, inside the chunk. log E is summed over the gates between i and t, never
-# taken as a difference of two prefix sums: beside one gate near 0 the difference would lose the gates near 1.
-# Here a matrix holds its tokens or coordinates as rows, and the state is M = S^T, keys by values:
-#     Y = (Q K^H * E) V + E_0 Q M           M' = (E_c K)^H V + E_c0 M
-# The adjoint, with G = dL/dY and N = dL/dM', and dL/dP of the scores P = Q K^H:
-#     dL/dP = G V^H * E        dL/dQ = dL/dP K + E_0 G M^H       dL/dK = dL/dP^H Q + E_c V N^H
-#     dL/dV = (P * E)^H G + E_c K N       dL/dM = (E_0 Q)^H G + E_c0 N
-#     dL/dlog gamma_j = sum_{t>=j} sum_{i<j} E_ti dL/dE_ti
-# Complex products are real ones: a row vector of n pairs is one of 2n reals, and as its factor a matrix X gets the rows
-# of iX between its own (`_rows`). A real memory takes the same path with the rows as they are.
-
-PHASE_CHUNK = 64  # tokens a chunk
-
-
-def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
-    """The recurrence as written, step by step in complex128 (float64 if real). The oracle of the tests."""
-    q, k, v = (x.double() if real else torch.view_as_complex(x.double().contiguous()) for x in (q, k, v))
-    if state is None:
-        S = q.new_zeros(*q.shape[:2], v.shape[-1], k.shape[-1])
-    else:
-        S = state.double() if real else torch.view_as_complex(state.double().contiguous())
-    ys = []
-    for q_t, k_t, v_t, log_gamma_t in zip(*(x.unbind(2) for x in (q, k, v, log_gamma.double()))):
-        outer = v_t.unsqueeze(-1) * k_t.conj().unsqueeze(-2)  # (B, H, v, k)
-        S = log_gamma_t.exp()[..., None, None] * S + outer  # PAM eq. 6
-        ys.append((S @ q_t.unsqueeze(-1)).squeeze(-1))  # PAM, before eq. 7
-    y = torch.stack(ys, 2)
-    return (y, S) if real else (torch.view_as_real(y), torch.view_as_real(S))
-
-
-def _times_i(x):
-    """i x for pairs (..., n, 2), as pairs."""
-    re, im = x.unbind(-1)
-    return torch.stack((-im, re), -1)
-
-
-def _rows(x, real):
-    """x (..., m, n) if real, else (..., m, 2n) -> (..., 2m, 2n): each row followed by i times it."""
-    if real:
-        return x
-    return torch.stack((x, _times_i(x.unflatten(-1, (-1, 2))).flatten(-2)), -2).flatten(-3, -2)
-
-
-def _rows_backward(grad, real):
-    """The adjoint of _rows: row_1 - i row_2."""
-    if real:
-        return grad
-    first, second = grad.unflatten(-2, (-1, 2)).unbind(-2)
-    return first - _times_i(second.unflatten(-1, (-1, 2))).flatten(-2)
-
-
-def _outer(a, b, real):
-    """a^H b: a (..., c, m), b (..., c, n) -> (..., m, n); if complex a (..., c, 2m), b (..., c, 2n) -> (..., m, 2n)."""
-    return a.mT @ b if real else _rows(a, real)[..., ::2].mT @ _rows(b, real)
-
-
-def _decays(log_gamma):
-    """log_gamma (..., c) -> E (..., c, c+1), from i = 0 ... c (0: the state before the first token) to t = 1 ... c."""
-    c = log_gamma.shape[-1]
-    before = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).tril()  # [j, i]: i < j
-    between = torch.where(before, log_gamma.unsqueeze(-1), 0.0).cumsum(-2)  # [t, i]: sum over i < j <= t
-    future = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).triu(2)  # [t, i]: i > t
-    return between.masked_fill_(future, -torch.inf).exp_()
-
-
-def _weigh(scores, E, real):
-    """scores (..., c, c), or (..., c, 2c) with pairs, times the decay from every token of the chunk."""
-    E = E[..., 1:]
-    return scores * E if real else (scores.unflatten(-1, (-1, 2)) * E.unsqueeze(-1)).flatten(-2)
-
-
-def _phase_groups(q):
-    """Slices of the chunks worked on together: on a CPU as many as keep their scores in cache, elsewhere all."""
-    G, n, c, _ = q.shape
-    size = max(1, 2**17 // max(1, G * c * c)) if q.device.type == "cpu" else n
-    return [slice(i, i + size) for i in range(0, n, size)]
-
-
-@custom_op("nanohilbert::phase_memory", mutates_args=())
-def _phase_memory(
-    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, M: Tensor, real: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (G, chunks, c, d or 2d), log_gamma (G, chunks, c), M (G, d, d or 2d): y, last M, M before each chunk."""
-    y, starts = torch.empty_like(v, memory_format=torch.contiguous_format), M.new_empty(q.shape[1], *M.shape)
-    with torch.autocast(q.device.type, enabled=False):
-        for part in _phase_groups(q):
-            q_, k_, v_, E = q[:, part], k[:, part], v[:, part], _decays(log_gamma[:, part])
-            added = _outer(k_ * E[..., -1, 1:].unsqueeze(-1), v_, real)
-            for start, whole, new in zip(starts[part], E[..., -1, 0].unbind(1), added.unbind(1)):
-                start.copy_(M)
-                M = torch.addcmul(new, whole[:, None, None], M)
-            y_ = _weigh(q_ @ _rows(k_, real).mT, E, real) @ _rows(v_, real)
-            y[:, part] = y_.addcmul_(E[..., :1], q_ @ _rows(starts[part].transpose(0, 1), real))
-    return y, M.clone(), starts
-
-
-@custom_op("nanohilbert::phase_memory_backward", mutates_args=())
-def _phase_memory_backward(
-    grad: Tensor, grad_M: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, starts: Tensor, real: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v, grad_gates = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_gamma)
-    )
-    N = grad_M
-    with torch.autocast(q.device.type, enabled=False):
-        for part in reversed(_phase_groups(q)):
-            q_, k_, v_, g, E = q[:, part], k[:, part], v[:, part], grad[:, part], _decays(log_gamma[:, part])
-            M, head, tail = starts[part].transpose(0, 1), E[..., :1], E[..., -1, 1:].unsqueeze(-1)
-            added, ends = _outer(head * q_, g, real), []
-            for whole, new in zip(E[..., -1, 0].unbind(1)[::-1], added.unbind(1)[::-1]):
-                ends.append(N)  # dL/dM after this chunk
-                N = torch.addcmul(new, whole[:, None, None], N)
-            N_ = _rows(torch.stack(ends[::-1], 1), real)
-            rows_k, rows_v = _rows(k_, real), _rows(v_, real)
-            scores = _weigh(q_ @ rows_k.mT, E, real)
-            grad_scores = g @ rows_v.mT
-            through = scores * grad_scores  # E dL/dE
-            grad_scores = _weigh(grad_scores, E, real)
-            q_state, k_state = head * (g @ _rows(M, real).mT), tail * (v_ @ N_.mT)
-            grad_q[:, part] = grad_scores @ rows_k + q_state
-            grad_k[:, part] = _rows_backward(grad_scores.mT @ q_, real) + k_state
-            grad_v[:, part] = _rows_backward(scores.mT @ g, real) + tail * (k_ @ N_)
-            if not real:
-                through = through.unflatten(-1, (-1, 2)).sum(-1)
-            through = torch.cat(((q_ * q_state).sum(-1, keepdim=True), through), -1)  # from the state, from each token
-            through[..., -1, 1:] += (k_ * k_state).sum(-1)  # to the end of the chunk
-            through[..., -1, 0] += E[..., -1, 0] * (M * torch.stack(ends[::-1], 1)).sum((-2, -1))
-            # [t, j]: sum over i < j; then the sum over t >= j
-            grad_gates[:, part] = through[..., :-1].cumsum(-1).tril_().sum(-2)
-    return grad_q, grad_k, grad_v, grad_gates, N.clone()
-
-
-@_phase_memory.register_fake
-def _(q, k, v, log_gamma, M, real):
-    return v.new_empty(v.shape), M.new_empty(M.shape), M.new_empty(q.shape[1], *M.shape)
-
-
-@_phase_memory_backward.register_fake
-def _(grad, grad_M, q, k, v, log_gamma, starts, real):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, log_gamma, starts[0]))
-
-
-def _phase_memory_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
-    ctx.real = inputs[5]
-    ctx.save_for_backward(*inputs[:4], output[2])
-
-
-def _phase_memory_vjp(ctx, grad, grad_M, _):
-    q, k, v, log_gamma, starts = ctx.saved_tensors
-    grad = torch.zeros_like(v) if grad is None else grad
-    grad_M = torch.zeros_like(starts[0]) if grad_M is None else grad_M
-    return *_phase_memory_backward(grad, grad_M, q, k, v, log_gamma, starts, ctx.real), None
-
-
-_phase_memory.register_autograd(_phase_memory_vjp, setup_context=_phase_memory_setup)
-
+# ---- phase_memory ----
 # Triton, with the real and imaginary parts apart. `_phase_state_kernel` walks over the chunks for a block of M and writes what
 # stands before each, or from the end N, what stands after each. All else has a program for each chunk, and forms E and the scores
 # again: `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
@@ -2262,45 +2218,46 @@ if triton is not None:
         return P_re, P_im
 
     @triton.jit
-    def _phase_value_kernel(x_ptr, y_ptr, z_ptr, gate_ptr, states_ptr, with_ptr, out_ptr, along_ptr, G, H, T, x_batch, x_head,
-                            x_row, y_batch, y_head, y_row, z_batch, z_head, z_row, with_batch, with_head, with_row, gate_batch,
-                            gate_head, gate_row, LATER: tl.constexpr, FLIP: tl.constexpr, REAL: tl.constexpr,
-                            COLUMNS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-                            DEPTH: tl.constexpr):  # fmt: skip
-        """(X Y^H * E)^H Z + E_c Y M for a chunk and a block of coordinates. With LATER the rows of Y come after those of X: E^T for
-        E and E_0 for E_c. With FLIP, M^H for M. If there is one to go with, also the real product of each of its rows with that
-        of the second part."""
+    def _phase_value_kernel(own_ptr, seen_ptr, summed_ptr, gate_ptr, states_ptr, factor_ptr, out_ptr, dots_ptr, G, H, T,
+                            own_batch, own_head, own_row, seen_batch, seen_head, seen_row, summed_batch, summed_head,
+                            summed_row, factor_batch, factor_head, factor_row, gate_batch, gate_head, gate_row,
+                            LATER: tl.constexpr, FLIP: tl.constexpr, REAL: tl.constexpr, COLUMNS: tl.constexpr,
+                            CHUNK: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+        """For a chunk and a block of coordinates, the same sum for Y, dL/dQ, dL/dK and dL/dV: the rows Z, `summed`, weighted by
+        how X, `seen`, and Y, `own`, match, and what the state holds for Y: (X Y^H * E)^H Z + E_c Y M. With LATER the rows of Y
+        come after those of X: E^T for E and E_0 for E_c. With FLIP, M^H for M. If there is a factor, also the real product of
+        each of its rows with that of the second part: `dots`."""
         EACH: tl.constexpr = 1 if REAL else 2
         BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
         g, chunk, block = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS
         first, column, place = chunk * CHUNK, block * WIDTH, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
-        x_ptr, y_ptr = _head(x_ptr, g, H, x_batch, x_head), _head(y_ptr, g, H, y_batch, y_head)
+        seen_ptr, own_ptr = _head(seen_ptr, g, H, seen_batch, seen_head), _head(own_ptr, g, H, own_batch, own_head)
         gates = _phase_gates(_head(gate_ptr, g, H, gate_batch, gate_head), first, gate_row, T, CHUNK)
         out_re, out_im = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
         for k in range((COLUMNS + DEPTH - 1) // DEPTH):
-            y_re, y_im = _phase_load(y_ptr, first, y_row, T, k * DEPTH, COLUMNS, CHUNK, DEPTH, REAL)
+            own_re, own_im = _phase_load(own_ptr, first, own_row, T, k * DEPTH, COLUMNS, CHUNK, DEPTH, REAL)
             if FLIP:
                 M_re, M_im = _phase_load_state(states_ptr, place, column, k * DEPTH, COLUMNS, WIDTH, DEPTH, REAL)
                 M_re, M_im = tl.trans(M_re), tl.trans(M_im)
             else:
                 M_re, M_im = _phase_load_state(states_ptr, place, k * DEPTH, column, COLUMNS, DEPTH, WIDTH, REAL)
-            out_re, out_im = _product(out_re, out_im, y_re, y_im, M_re, M_im, False, FLIP, REAL)
+            out_re, out_im = _product(out_re, out_im, own_re, own_im, M_re, M_im, False, FLIP, REAL)
         decay = _phase_head(gates) if LATER else _phase_tail(gates, CHUNK)
         out_re, out_im = out_re * decay[:, None], out_im * decay[:, None]
-        if with_ptr is not None:
-            with_ptr = _head(with_ptr, g, H, with_batch, with_head)
-            re, im = _phase_load(with_ptr, first, with_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
-            along = re.to(tl.float32) * out_re
+        if factor_ptr is not None:
+            factor_ptr = _head(factor_ptr, g, H, factor_batch, factor_head)
+            re, im = _phase_load(factor_ptr, first, factor_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+            dots = re.to(tl.float32) * out_re
             if not REAL:
-                along += im.to(tl.float32) * out_im
+                dots += im.to(tl.float32) * out_im
             t = first + tl.arange(0, CHUNK)
-            tl.store(along_ptr + (block * G + g).to(tl.int64) * T + t, tl.sum(along, 1), mask=t < T)
-        P_re, P_im = _phase_scores(x_ptr, y_ptr, first, T, x_row, y_row, COLUMNS, CHUNK, DEPTH, REAL)
+            tl.store(dots_ptr + (block * G + g).to(tl.int64) * T + t, tl.sum(dots, 1), mask=t < T)
+        P_re, P_im = _phase_scores(seen_ptr, own_ptr, first, T, seen_row, own_row, COLUMNS, CHUNK, DEPTH, REAL)
         E = _phase_decays(gates, CHUNK, LATER)
-        P_re, P_im = tl.trans(_operand(P_re * E, z_ptr)), tl.trans(_operand(P_im * E, z_ptr))
-        z_ptr = _head(z_ptr, g, H, z_batch, z_head)
-        z_re, z_im = _phase_load(z_ptr, first, z_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
-        out_re, out_im = _product(out_re, out_im, P_re, P_im, z_re, z_im, True, False, REAL)
+        P_re, P_im = tl.trans(_operand(P_re * E, summed_ptr)), tl.trans(_operand(P_im * E, summed_ptr))
+        summed_ptr = _head(summed_ptr, g, H, summed_batch, summed_head)
+        summed_re, summed_im = _phase_load(summed_ptr, first, summed_row, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+        out_re, out_im = _product(out_re, out_im, P_re, P_im, summed_re, summed_im, True, False, REAL)
         out_ptr += g.to(tl.int64) * T * EACH * COLUMNS
         _phase_store(out_ptr, out_re, out_im, first, EACH * COLUMNS, T, column, COLUMNS, CHUNK, WIDTH, REAL)
 
@@ -2343,14 +2300,6 @@ if triton is not None:
         tl.store(dgate_ptr + first, past + tl.sum(from_state, 0))
 
 
-def _rows_in_place(x, real):
-    """x (B, H, T, d) or (B, H, T, d, 2), in place wherever a row lies in one piece, and its strides."""
-    if not real:
-        return _rows_of_pairs(x)
-    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-    return x, x.stride()[:3]
-
-
 def _phase_sizes(q, real):
     """B H, H and T; chunks; constants of the kernels."""
     B, H, T, d = q.shape[:4]
@@ -2363,7 +2312,7 @@ def _phase_sizes(q, real):
 def _phase_states(k, v, log_gamma, S, reverse, real):
     """The state before each chunk and after the last; in reverse, after each chunk and before the first."""
     numbers, _, sizes = _phase_sizes(k, real)
-    (k, k_strides), (v, v_strides) = _rows_in_place(k, real), _rows_in_place(v, real)
+    (k, k_strides), (v, v_strides) = _rows_in_place(k), _rows_in_place(v)
     states, last = _phase_states_like(k, real), torch.empty_like(S)
     sizes["WIDTH"] = sizes.pop("DEPTH")
     _launch(_phase_state_kernel, numbers[0] * (-(-sizes["COLUMNS"] // sizes["WIDTH"])) ** 2, k, v, log_gamma, S, states, last,
@@ -2378,174 +2327,49 @@ def _phase_states_like(k, real):
     return k.new_empty(G, chunks, 1 if real else 2, sizes["COLUMNS"], sizes["COLUMNS"], dtype=dtype)
 
 
-def _phase_values(x, y, z, log_gamma, states, later, flip, go_with, real, dtype):
-    numbers, chunks, sizes = _phase_sizes(x, real)
+def _phase_values(own, seen, summed, log_gamma, states, later, flip, factor, real, dtype):
+    numbers, chunks, sizes = _phase_sizes(own, real)
     blocks = -(-sizes["COLUMNS"] // sizes["WIDTH"])
-    tensors, strides = zip(*(_rows_in_place(a, real) for a in (x, y, z)))
-    out, along, with_strides = z.new_empty(z.shape, dtype=dtype), None, (0, 0, 0)
-    if go_with is not None:
-        along = states.new_empty(blocks, *log_gamma.shape, dtype=torch.float32)
-        go_with, with_strides = _rows_in_place(go_with, real)
-    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, *tensors, log_gamma, states, go_with, out, along, *numbers,
-            *sum(strides, ()), *with_strides, *log_gamma.stride(), LATER=later, FLIP=flip, **sizes)  # fmt: skip
-    return out, along
+    tensors, strides = zip(*(_rows_in_place(x) for x in (own, seen, summed)))
+    out, dots, factor_strides = summed.new_empty(summed.shape, dtype=dtype), None, (0, 0, 0)
+    if factor is not None:
+        dots = states.new_empty(blocks, *log_gamma.shape, dtype=torch.float32)
+        factor, factor_strides = _rows_in_place(factor)
+    _launch(_phase_value_kernel, numbers[0] * chunks * blocks, *tensors, log_gamma, states, factor, out, dots, *numbers,
+            *sum(strides, ()), *factor_strides, *log_gamma.stride(), LATER=later, FLIP=flip, **sizes)  # fmt: skip
+    return out, dots
 
 
-@custom_op("nanohilbert::triton_phase", mutates_args=())
-def _triton_phase(
-    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, S: Tensor, real: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _phase_forward_triton(q, k, v, log_gamma, S, real):
     """y, the last state, and M before each chunk; q, k, v of one dtype, S float32 and contiguous."""
     states, last = _phase_states(k, v, log_gamma, S, False, real)
-    y, _ = _phase_values(k, q, v, log_gamma, states, True, False, None, real, torch.float32)
+    y, _ = _phase_values(q, k, v, log_gamma, states, True, False, None, real, torch.float32)
     return y, last, states
 
 
-@custom_op("nanohilbert::triton_phase_backward", mutates_args=())
-def _triton_phase_backward(
-    grad: Tensor, grad_S: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, states: Tensor, real: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _phase_backward_triton(grad, grad_S, q, k, v, log_gamma, S, states, real):
     grad = grad.to(torch.float32 if q.dtype == torch.float32 else torch.bfloat16)  # as it is multiplied
     ends, dS = _phase_states(q, grad, log_gamma, grad_S.contiguous(), True, real)  # N
-    dv, _ = _phase_values(q, k, grad, log_gamma, ends, False, False, None, real, v.dtype)
-    dq, from_state = _phase_values(v, grad, k, log_gamma, states, True, True, q, real, q.dtype)
-    dk, to_state = _phase_values(grad, v, q, log_gamma, ends, False, True, k, real, k.dtype)
-    dlog_gamma = log_gamma.new_empty(log_gamma.shape)
+    dv, _ = _phase_values(k, q, grad, log_gamma, ends, False, False, None, real, v.dtype)
+    dq, from_state = _phase_values(grad, v, k, log_gamma, states, True, True, q, real, q.dtype)
+    dk, to_state = _phase_values(v, grad, q, log_gamma, ends, False, True, k, real, k.dtype)
+    (dlog_gamma,) = _empty_like(log_gamma)
     numbers, chunks, sizes = _phase_sizes(q, real)
-    tensors, strides = zip(*(_rows_in_place(x, real) for x in (q, k, v, grad)))
+    tensors, strides = zip(*(_rows_in_place(x) for x in (q, k, v, grad)))
     _launch(_phase_gate_kernel, numbers[0] * chunks, *tensors, log_gamma, states, ends, from_state, to_state, dlog_gamma,
             *numbers, *sum(strides, ()), *log_gamma.stride(), **sizes)  # fmt: skip
     return dq, dk, dv, dlog_gamma, dS
 
 
-@_triton_phase.register_fake
-def _(q, k, v, log_gamma, S, real):
-    return S.new_empty(v.shape), S.new_empty(S.shape), _phase_states_like(k, real)
-
-
-@_triton_phase_backward.register_fake
-def _(grad, grad_S, q, k, v, log_gamma, states, real):
-    return *(x.new_empty(x.shape) for x in (q, k, v, log_gamma)), grad_S.new_empty(grad_S.shape)
-
-
-def _triton_phase_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)  # no zeros for the stored states, which nobody differentiates
-    ctx.real = inputs[5]
-    ctx.save_for_backward(*inputs[:5], output[2])
-
-
-def _triton_phase_vjp(ctx, grad, grad_S, _):
-    q, k, v, log_gamma, S, states = ctx.saved_tensors
-    grad = S.new_zeros(v.shape) if grad is None else grad
-    grad_S = torch.zeros_like(S) if grad_S is None else grad_S
-    return *_triton_phase_backward(grad, grad_S, q, k, v, log_gamma, states, ctx.real), None
-
-
-_triton_phase.register_autograd(_triton_phase_vjp, setup_context=_triton_phase_setup)
-
-
-def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
-    """The O(T^2) form in which the paper trains, eq. 7: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j. Arguments
-    as phase_memory. Only y: the state is what the recurrence is for."""
-    dtype = _compute_dtype(q, k, v, log_gamma)
-    q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
-    D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
-    with torch.autocast(q.device.type, enabled=False):
-        y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
-        if state is not None:
-            M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
-            y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
-    return y if real else y.unflatten(-1, (-1, 2))
-
-
-def phase_memory_step(q, k, v, log_gamma, S, real=False):
-    """One token of the recurrence, O(d^2) a head whatever came before. q, k, v (B, H, d, 2), log_gamma (B, H),
-    S (B, H, d, d, 2), all without the last axis if real; returns y (B, H, d, 2) and the next S."""
-    gamma = log_gamma.exp()
-    if real:
-        S = gamma[..., None, None] * S + v.unsqueeze(-1) * k.unsqueeze(-2)  # PAM eq. 6
-        return (S * q.unsqueeze(-2)).sum(-1), S  # PAM, before eq. 7
-    v_re, v_im = v.unsqueeze(-2).unbind(-1)  # (B, H, d, 1)
-    k_re, k_im = k.unsqueeze(-3).unbind(-1)  # (B, H, 1, d)
-    outer = torch.stack((v_re * k_re + v_im * k_im, v_im * k_re - v_re * k_im), -1)
-    S = gamma[..., None, None, None] * S + outer  # PAM eq. 6
-    (S_re, S_im), (q_re, q_im) = S.unbind(-1), q.unsqueeze(-3).unbind(-1)
-    return torch.stack(((S_re * q_re - S_im * q_im).sum(-1), (S_re * q_im + S_im * q_re).sum(-1)), -1), S
-
-
-def _check_phase(q, k, v, log_gamma, state, real):
-    _expect_floats(q=q, k=k, v=v, log_gamma=log_gamma, state=state)
-    if q.dim() != (4 if real else 5) or 0 in q.shape[2:] or (not real and q.shape[4] != 2):
-        shape = "(B, H, T, d)" if real else "(B, H, T, d, 2)"
-        raise ValueError(f"q has shape {tuple(q.shape)}; expected {shape} with T and d > 0")
-    B, H, T, d = q.shape[:4]
-    pair = () if real else (2,)
-    given = [("k", k, (B, H, T, d, *pair)), ("v", v, (B, H, T, d, *pair)), ("log_gamma", log_gamma, (B, H, T))]
-    given += [] if state is None else [("state", state, (B, H, d, d, *pair))]
-    for name, x, shape in given:
-        _expect_shape(name, x, shape)
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}; expected {q.device}, where q is")
-
-
-def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
-    """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, PAM eq. 6, and y_t = S_t q_t, which eq. 7
-    writes as a sum over the past.
-
-    Args:
-        q, k, v: (B, H, T, d, 2) complex queries, keys and values; (B, H, T, d) if real.
-        log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
-        state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
-        real: a real memory, PAM's ablation SAM: k^* is k.
-        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the paper's
-            O(T^2) form, no state out); "step" (one token; what None takes at T = 1).
-    Any float dtypes and strides. Triton multiplies half-precision q, k and v, and all under autocast, in bfloat16, and with
-    them the states that it reads: about 2e-3 of the largest y, and of the largest S, at d = 64 and T = 1024. If q, k and v
-    differ in dtype, in float32. NaN or inf in k or v may also reach the outputs of earlier tokens of the same chunk. The
-    scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
-
-    Returns:
-        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
-    Raises:
-        ValueError: shapes or devices that do not fit, T = 0, not floats, an unknown backend, T > 1 for "step"; "triton"
-            without Triton, for float64, or for CPU tensors (but in its interpreter).
-    """
-    tensors = [x for x in (q, k, v, log_gamma, state) if x is not None]
-    if backend is None and q.shape[2:3] == (1,) and not os.environ.get("NANOHILBERT_BACKEND"):
-        backend = "step"
-    backend = _pick(backend, ("torch", "triton", "dual", "step", "reference"), *tensors)
-    _check_phase(q, k, v, log_gamma, state, real)
-    (B, H, T, d), pair = q.shape[:4], () if real else (2,)
-    dtype = _compute_dtype(*tensors)
-    if backend == "reference":
-        return _in_dtype(dtype, *phase_memory_reference(q, k, v, log_gamma, state, real))
-    if backend == "triton":
-        if not q.dtype == k.dtype == v.dtype:
-            q, k, v = q.float(), k.float(), v.float()
-        q, k, v = _autocast(q, k, v)
-        S = q.new_zeros(B, H, d, d, *pair, dtype=dtype) if state is None else state.float().contiguous()
-        return _triton_phase(q, k, v, log_gamma, S, real)[:2]
-    q, k, v, log_gamma = (x.to(dtype) for x in (q, k, v, log_gamma))
-    if backend == "dual":
-        return phase_memory_dual(q, k, v, log_gamma, state, real), None
-    S = q.new_zeros(B, H, d, d, *pair) if state is None else state.to(dtype)
-    if backend == "step":
-        if T > 1:
-            raise ValueError(f"backend='step' takes one token, not {T}")
-        y, S = phase_memory_step(*(x.squeeze(2) for x in (q, k, v, log_gamma)), S, real)
-        return y.unsqueeze(2), S
-    c = min(T, PHASE_CHUNK)
-    chunks = -(-T // c)
-
-    def in_chunks(x):  # (B, H, T, ...) -> (B*H, chunks, c, ... as one axis), padded with gamma = 1 and zeros
-        x = x.flatten(3).flatten(0, 1) if x.dim() > 3 else x.flatten(0, 1).unsqueeze(-1)
-        x = F.pad(x, (0, 0, 0, chunks * c - T)) if chunks * c > T else x
-        return x.unflatten(1, (chunks, c))
-
-    M = S.transpose(2, 3).reshape(B * H, d, d * math.prod(pair))  # (B*H, k, v), or pairs
-    y, M, _ = _phase_memory(*map(in_chunks, (q, k, v)), in_chunks(log_gamma).squeeze(-1), M, real)
-    y = y.flatten(1, 2)[:, :T].reshape(B, H, T, d, *pair)
-    return y, M.reshape(B, H, d, d, *pair).transpose(2, 3)
+_triton_phase = _operator(
+    "triton_phase(Tensor q, Tensor k, Tensor v, Tensor log_gamma, Tensor S, bool real) -> (Tensor, Tensor, Tensor)",
+    _phase_forward_triton,
+    lambda q, k, v, log_gamma, S, real: (S.new_empty(v.shape), S.new_empty(S.shape), _phase_states_like(k, real)),
+    _phase_backward_triton,
+    lambda grad, grad_S, q, k, v, log_gamma, S, states, real: _empty_like(q, k, v, log_gamma, S),
+    saved=("q", "k", "v", "log_gamma", "S", 2),
+    outputs=2,
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2642,145 +2466,11 @@ def check_device():
     return right
 
 
-# For --compile: shapes of the paper's models, one sequence; inputs that are float32 whatever the others are, as in the
-# models; and the constants that make up a tile, where a kernel does one thing to every element of it.
-COMPILED = (
-    ("complex_scan", complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2)), (), ("TIME", "CHANNELS")),
-    (
-        "complex_scan, real",
-        lambda a, b, backend: complex_scan(a, None, b, backend=backend),
-        ((1, 1024, 512),) * 2,
-        (),
-        ("TIME", "CHANNELS"),
-    ),
-    (
-        "cayley_scan",
-        cayley_scan,
-        ((1, 1024, 16, 16), (1, 1024, 16), (1, 1024, 16, 16), (16, 16), (1, 1024, 16, 16, 2)),
-        (1, 3),  # dt, omega
-        ("TIME", "CHANNELS"),
-    ),
-    (
-        "selective_scan",
-        selective_scan,
-        ((1, 1024, 2048), (1, 1024, 2048), (2048, 16), (1, 1024, 16), (1, 1024, 16)),
-        (1, 2),  # dt, A
-        ("TIME", "CHANNELS", "WIDTH"),
-    ),
-    *(
-        (f"born_attention, {method}", partial(born_attention, method=method), ((1, 16, 1024, 16, 2),) * 3, (), ())
-        for method in ("quadratic", "linear")
-    ),
-    (
-        "phase_memory",
-        phase_memory,
-        (*((1, 6, 1024, 64, 2),) * 3, (1, 6, 1024), (1, 6, 64, 64, 2)),
-        (3, 4),  # log_gamma, the state
-        (),
-    ),
-    ("phase_memory, real", _phase_real, (*((1, 6, 1024, 64),) * 3, (1, 6, 1024), (1, 6, 64, 64)), (3, 4), ()),
-)
-
-
-def compile_launch(kernel, args, constants, target):
-    """What a recorded launch runs on a target ("sm_90"), compiled without a GPU: registers a thread, bytes of stack, local and
-    shared memory, and the SASS listing."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    signature, constexprs, aligned = {}, {}, {}
-    for i, (key, x) in enumerate((dict(zip(kernel.arg_names, args)) | constants).items()):
-        specialized = isinstance(x, int) and not kernel.params[i].do_not_specialize
-        if isinstance(x, Tensor):
-            signature[key] = "*" + types[x.dtype]
-        elif key in constants or x is None or (x == 1 and specialized):  # as at a launch, which makes a constant of 1
-            signature[key], constexprs[key] = "constexpr", x
-        else:
-            signature[key] = "fp32" if isinstance(x, float) else "i32"
-        if isinstance(x, Tensor) or (signature[key] == "i32" and x % 16 == 0 and specialized):
-            aligned[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs, aligned)
-    target = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
-    binary = triton.compile(source, target=target, options=OPTIONS)
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage, code = (
-            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
-        )
-    resources = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
-    resources["SHARED"] = binary.metadata.shared  # asked for at launch
-    return resources, code
-
-
-def instructions(code):
-    """How many instructions of each kind, by their SASS names, a listing holds."""
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)", code, re.MULTILINE))
-
-
-def compiled(target, dtype):
-    """Compiles every Triton kernel for a target without a GPU. Returns, for each, its case, its name, what compile_launch
-    returns, and the elements of a tile for each thread, or None."""
-    global _recorded
-    found = []
-    for case, function, shapes, float32, tile in COMPILED:
-        _recorded = []
-        try:
-            dtypes = [torch.float32 if i in float32 else dtype for i in range(len(shapes))]
-            leaves = [torch.zeros(shape, dtype=d, requires_grad=True) for shape, d in zip(shapes, dtypes)]
-            function(*leaves, backend="triton")[0].sum().backward()
-            launches = {(k.__name__, *c.values(), *(x is None for x in a)): (k, a, c) for k, a, c in _recorded}
-        finally:
-            _recorded = None
-        for kernel, args, constants in launches.values():
-            elements = math.prod(constants[key] for key in tile) / (32 * OPTIONS["num_warps"]) if tile else None
-            found.append((case, kernel.__name__, *compile_launch(kernel, args, constants, target), elements))
-    return found
-
-
-def report_compiled():
-    """Prints what `compiled` finds as a table; whether every kernel keeps to the chip: no stack, no local memory."""
-    print(f"triton {triton.__version__}, torch {torch.__version__}; no GPU was used\n")
-    print(
-        "Instructions: all of the kernel, once through; an element: of a tile. So this is a little more than a tile costs.\n"
-    )
-    columns = "operation | kernel | target | inputs | registers | stack, local (bytes) | shared (kB) | instructions"
-    print("|", columns, "| on tensor cores | an element |\n|" + "---|" * 10)
-    limits = {"sm_80": 163, "sm_90": 227}  # kB of shared memory a program may use
-    jobs, right = [(target, dtype) for target in limits for dtype in (torch.float32, torch.bfloat16)], True
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the workers: Ctrl-C is for this process
-    pool = get_context("spawn").Pool(os.cpu_count())
-    signal.signal(signal.SIGINT, handler)
-    with pool:  # ends the workers, too
-        for (target, dtype), found in [(job, pool.apply_async(compiled, job)) for job in jobs]:
-            for case, kernel, use, code, elements in found.get():
-                right &= not use["STACK"] and not use["LOCAL"] and use["SHARED"] <= 1024 * limits[target]
-                kinds = instructions(code)
-                total = sum(kinds.values())
-                cells = case, kernel.strip("_").removesuffix("_kernel"), target, str(dtype).removeprefix("torch.")
-                cells += use["REG"], f"{use['STACK']}, {use['LOCAL']}", f"{use['SHARED'] / 1024:.1f}", total
-                cells += kinds["HMMA"] + kinds["HGMMA"], f"{total / elements:.0f}" if elements else ""
-                print("|", " | ".join(map(str, cells)), "|", flush=True)
-    return right
-
-
 def main():
     parser = argparse.ArgumentParser(description="Checks every operation on the present device against its reference.")
-    parser.add_argument(
-        "--compile", action="store_true", help="instead, compile the Triton kernels for sm_80 and sm_90, without a GPU"
-    )
-    check = check_device
-    if parser.parse_args().compile:
-        if triton is None:
-            parser.error("--compile needs Triton, which is not installed (pip install triton; Linux only)")
-        if os.environ.get("TRITON_INTERPRET"):
-            parser.error("--compile cannot run in Triton's interpreter; unset TRITON_INTERPRET")
-        check = report_compiled
+    parser.parse_args()
     try:
-        raise SystemExit(not check())
+        raise SystemExit(not check_device())
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except OSError as e:  # an unwritable TRITON_CACHE_DIR, a full disk, a closed pipe
