@@ -135,8 +135,8 @@ def _in_dtype(dtype, *tensors):
     return tuple(None if x is None else x.to(dtype) for x in tensors)
 
 
-# complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                                (QS eq. 2)
-# The adjoint runs backwards in time. With g_t = dL/dh_t + conj(a_{t+1}) g_{t+1} and z_t = a_t h_{t-1}:
+# complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                                (QS eq.
+# 2) The adjoint runs backwards in time. With g_t = dL/dh_t + conj(a_{t+1}) g_{t+1} and z_t = a_t h_{t-1}:
 #     dL/db_t = g_t     dL/dlog_decay_t = Re(conj(z_t) g_t)     dL/dtheta_t = Im(conj(z_t) g_t)     dL/dh0 = conj(a_1) g_1
 
 
@@ -272,8 +272,8 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
 
 # born_attention: o_i = sum_{j<=i} w_ij v_j / sum_{j<=i} w_ij with w_ij = |<q_i|k_j>|^2          (QS eq. 5, Algorithm 3)
 #
-# D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Both are one
-# sum over the past, s_i = sum_{j<=i} w_ij u_j^T with u_j = (v_j, 1), and there are three equal ways to it:
+# D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Both are
+# one sum over the past, s_i = sum_{j<=i} w_ij u_j^T with u_j = (v_j, 1), and there are three equal ways to it:
 #   quadratic   Rows of N pairs are real vectors Q and K, 2N wide: <q|k> = Q.K + i (iQ).K, so w = (Q.K)^2 + ((iQ).K)^2: matrix
 #               products and squares, no exponential.
 #   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers describe:
@@ -340,7 +340,8 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
     S, all_k, all_v = None, k.to(dtype), v.to(dtype)  # the state keeps what autocast would round
     if state is not None:
-        S, old_k, old_v = _check_born_state(state, all_k) if backend == "reference" else born_fold(_check_born_state(state, all_k))
+        _check_born_state(state, all_k)
+        S, old_k, old_v = state if backend == "reference" else born_fold(state)
         all_k, all_v = torch.cat((old_k, all_k), 2), torch.cat((old_v, all_v), 2)
     if backend == "reference":
         return born_attention_reference(q, all_k, all_v, S).to(dtype), (S, all_k, all_v)
@@ -364,7 +365,6 @@ def _check_born_state(state, k):
     for x in state:
         if x is not None and (x.dtype, x.device) != (k.dtype, k.device):
             raise ValueError(f"the state is {x.dtype} on {x.device}; expected {k.dtype} on {k.device}, to go with q")
-    return state
 
 
 # phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t             (PAM eq. 6 and the line before eq. 7)
@@ -866,10 +866,7 @@ _born_sum = _operator(
     _born_sum_forward,
     _born_sum_like,
     _born_sum_backward,
-    lambda grad, q, k, u, S, states, linear: (
-        *_empty_like(q, k, u),
-        q.new_empty(len(q), q.shape[2] ** 2 // 4, u.shape[2]),
-    ),
+    lambda grad, q, k, u, S, states, linear: (*_empty_like(q, k, u), q.new_empty(len(q), q.shape[2] ** 2 // 4, u.shape[2])),
     saved=("q", "k", "u", "S", 1),
 )
 
@@ -1055,8 +1052,9 @@ def phase_memory_step(q, k, v, log_gamma, S, real=False):
 # ----------------------------------------------------------------------------------------------------------------------
 # Part III: in Triton
 
-# Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is changing, and
-# with it bits; without a bound of its own the assembler spills a few registers to fit one more program on a multiprocessor.
+# Of every Triton program. With 8 warps, compilers of several versions failed on H100; the default of fusion is
+# changing, and with it bits; without a bound of its own the assembler spills a few registers to fit one more program on
+# a multiprocessor.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True, "maxnreg": 255}
 
 
@@ -1086,11 +1084,11 @@ def _matrix(x, rows):
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 # ---- complex_scan ----
-# Triton. Programs share out (batch, segments of time, channels). Each walks over tiles of time by channels: an associative
-# scan inside the tile, the state carried from tile to tile. Where batch and channels alone would leave the chip idle, time is
-# cut into segments: a first pass finds the product and the end state of each, and every program composes those before its
-# own. a_t is formed in registers from (log_decay, theta), or from what H-Mamba's projection emits. The backward walks from
-# the end to the start by index and forms a_t and a_{t+1} again.
+# Programs share out (batch, segments of time, channels). Each walks over tiles of time by channels: an associative scan
+# inside the tile, the state carried from tile to tile. Where batch and channels alone would leave the chip idle, time
+# is cut into segments: a first pass finds the product and the end state of each, and every program composes those
+# before its own. a_t is formed in registers from (log_decay, theta), or from what H-Mamba's projection emits. The
+# backward walks from the end to the start by index and forms a_t and a_{t+1} again.
 
 SCAN_TILES = (32, 32), (32, 16)  # time and channels in the forward, and in the backward, which needs more registers
 SCAN_PROGRAMS = 512  # below this, time is cut into segments: about four for each multiprocessor of an A100 or H100
@@ -1172,8 +1170,8 @@ if triton is not None:
         return a_re, a_im
 
     @triton.jit
-    def _scan_tile(decay_ptr, angle_ptr, dt_ptr, omega, b_ptr, batch, start, first, end, T, head, c, used, decay_row, angle_row, dt_row, b_row,
-                   TIME: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
+    def _scan_tile(decay_ptr, angle_ptr, dt_ptr, omega, b_ptr, batch, start, first, end, T, head, c, used,
+                   decay_row, angle_row, dt_row, b_row, TIME: tl.constexpr, REVERSE: tl.constexpr):  # fmt: skip
         """The associative scan of one tile whose first step is number `start` of the segment: row numbers, mask, the
         products of a and the states from zero. With REVERSE, time runs backwards from the end, through conj(a_{t+1})."""
         t = end - 1 - start - tl.arange(0, TIME) if REVERSE else first + start + tl.arange(0, TIME)
@@ -1182,7 +1180,8 @@ if triton is not None:
         mask = inside[:, None] & used[None, :]
         if REVERSE:  # nothing follows the last step
             follows = mask & (t + 1 < T)[:, None]
-            a_re, a_im = _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row + 1, head, c, follows, decay_row, angle_row, dt_row)
+            a_re, a_im = _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row + 1, head, c, follows,
+                                          decay_row, angle_row, dt_row)  # fmt: skip
             a_im = -a_im
         else:
             a_re, a_im = _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, mask, decay_row, angle_row, dt_row)
@@ -1249,9 +1248,8 @@ if triton is not None:
         _store_pair(state_ptr, index, h_re, h_im, used, REAL)
 
     @triton.jit
-    def _scan_start(
-        product_ptr, state_ptr, batch, begin, count, step, segments, C, c, used, h_re, h_im, REAL: tl.constexpr
-    ):
+    def _scan_start(product_ptr, state_ptr, batch, begin, count, step, segments, C, c, used, h_re, h_im,
+                    REAL: tl.constexpr):  # fmt: skip
         """The state after `count` segments from `begin` on, in the order of `step`."""
         for k in range(count):
             index = (batch * segments + begin + k * step) * C + c
@@ -1330,9 +1328,8 @@ if triton is not None:
             tl.store(domega_ptr + (batch * segments + segment) * C + c, omega_sum, mask=used)
         if segment == 0:
             row = (batch * T + tl.arange(0, 1))[:, None]
-            a_re, a_im = _scan_transition(
-                decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, used[None, :], decay_row, angle_row, dt_row
-            )
+            a_re, a_im = _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, used[None, :],
+                                          decay_row, angle_row, dt_row)  # fmt: skip
             h_re, h_im = _scan_after(a_re, -a_im, 0.0, 0.0, g_re[None, :], g_im[None, :], REAL)
             _store_pair(dh0_ptr, (batch * C + c)[None, :], h_re, h_im, used[None, :], REAL)
 
@@ -1400,11 +1397,11 @@ _triton_scan = _operator(
 )
 
 # ---- selective_scan ----
-# Triton. Programs share out (batch, channels) and walk over chunks of time, h in registers: an associative scan along the time
-# of a (time, channels, states) tile. The forward stores the state before each chunk. The backward starts from it, runs the
-# scan again for the states before each step, turns them round, and scans from the end. What grad_A, grad_B and grad_C sum
-# over several programs is written apart and added up afterwards, without atomics; so that this stays small beside the inputs,
-# a program of the backward takes several blocks of channels, one after another.
+# Programs share out (batch, channels) and walk over chunks of time, h in registers: an associative scan along the time
+# of a (time, channels, states) tile. The forward stores the state before each chunk. The backward starts from it, runs
+# the scan again for the states before each step, turns them round, and scans from the end. What grad_A, grad_B and
+# grad_C sum over several programs is written apart and added up afterwards, without atomics; so that this stays small
+# beside the inputs, a program of the backward takes several blocks of channels, one after another.
 
 SELECTIVE_TILE = 256, 128  # states of a block (channels times N), in the forward and in the backward
 SELECTIVE_PROGRAMS = 1024  # of the backward, at most: two rounds of four for each multiprocessor of an A100 or H100
@@ -1543,34 +1540,35 @@ def _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts):
 
 
 # ---- born_attention ----
-# Triton, the quadratic form. The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of
-# i q with k, or of q with -i k. What a program holds is turned, what it walks over is not. A program of the forward, or of the
-# pass for q, holds a tile of queries and walks over the keys that they see; one of the pass for k and v holds keys and walks
-# over the queries that see them. So nothing is added by two programs. Instead of |q| = 1, the rows of q are scaled by a power
-# of two, exact in bfloat16 too, to Q with 1 <= |Q|^2 <= 8N (less for subnormal q, up to 32N from 2^127 on). That factor cancels
-# but beside the floor:
+# The quadratic form. The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of i
+# q with k, or of q with -i k. A program of the forward, or of the pass for q, keeps a tile of queries and reads the
+# keys that they see one tile after another. One of the pass for k and v keeps keys and reads the queries that see them.
+# The tile that a program keeps is multiplied by i (or -i), once; those that it reads are used as they lie. No two
+# programs add to one number. Instead of |q| = 1, the rows of q are scaled by a power of two, exact in bfloat16 too, to
+# Q with 1 <= |Q|^2 <= 8N (less for subnormal q, up to 32N from 2^127 on). That factor cancels but beside the floor:
 #     o_i = sum_{j<=i} W_ij v_j / d_i,   W_ij = |<Q_i|k_j>|^2,   d_i = sum_{j<=i} W_ij + |Q_i|^2 floor_i
-# With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what dL/dQ_i
-# has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16, whose exponents
-# hold a square, and summed in float32. What is not one pass is the floor: its sums of |k_j|^2 have a small kernel of their own.
+# With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what
+# dL/dQ_i has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16,
+# whose exponents hold a square, and summed in float32. What is not one pass is the floor: its sums of |k_j|^2 have a
+# small kernel of their own.
 #
-# The linear form is the same kernels, with keys, and in the pass for k and v queries, of one span of tokens only. What is before
-# the span is in its state S = sum_j phi(k_j) u_j^T, what comes after it in dL/dS = sum_i phi(Q_i) (G_i, -G_i . o_i)^T, where the
-# floor stands as a gradient of the masses of |k_n|^2, the last column. `_born_state_kernel` makes the summands span by span, for
-# all of them at once, `_born_prefix_kernel` the sums. phi never reaches memory; a state is float32: its values in pairs, then its
-# masses. As the features are signed and cancel, their products keep 16 bits of each factor, and the masses all 24.
+# The linear form is the same kernels, with keys, and in the pass for k and v queries, of one span of tokens only. What
+# is before the span is in its state S = sum_j phi(k_j) u_j^T, what comes after it in dL/dS = sum_i phi(Q_i) (G_i, -G_i
+# . o_i)^T, where the floor stands as a gradient of the masses of |k_n|^2, the last column. `_born_state_kernel` makes
+# the summands span by span, for all of them at once, `_born_prefix_kernel` the sums. phi never reaches memory; a state
+# is float32: its values in pairs, then its masses. As the features are signed and cancel, their products keep 16 bits
+# of each factor, and the masses all 24.
 
-# Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries likewise.
-# For bfloat16 and N up to 16: half of it in float32, and for twice the N, but 16 at least.
+# Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries
+# likewise. For bfloat16 and N up to 16: half of it in float32, and for twice the N, but 16 at least.
 BORN_TILE = 64, 64, 32
 BORN_FEATURES = 32  # that are formed at a time, likewise
 BORN_SPAN = 256  # tokens between two states of the linear form: whole tiles, and whole chunks of born_fold
 BORN_WIDEST = 32  # N of the linear form; beyond that its tiles leave the registers, and PyTorch takes it
 
 if triton is not None:
-    INTERPRETED = tl.constexpr(
-        os.environ.get("TRITON_INTERPRET") == "1"
-    )  # there bfloat16 numbers are multiplied as bits
+    # In the interpreter bfloat16 numbers would be multiplied as bits.
+    INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
     @triton.jit
     def _head(ptr, g, H, batch_stride, head_stride):
@@ -1581,9 +1579,8 @@ if triton is not None:
     def _tile(ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
         """Pointers to ROWS rows of COLUMNS numbers from row `first` on, and which of them there are."""
         rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
-        return ptr + tl.cast(first, tl.int64) * stride + (rows * stride + columns), (first + rows < T) & (
-            columns < COLUMNS
-        )
+        pointers = ptr + tl.cast(first, tl.int64) * stride + (rows * stride + columns)
+        return pointers, (first + rows < T) & (columns < COLUMNS)
 
     @triton.jit
     def _operand(x, ptr):
@@ -1591,9 +1588,8 @@ if triton is not None:
         return x.to(tl.float32 if ptr.dtype.element_ty == tl.float32 else tl.bfloat16)
 
     @triton.jit
-    def _load_tile(
-        ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
-    ):
+    def _load_tile(ptr, first, stride, T, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                   WHOLE: tl.constexpr):  # fmt: skip
         """WHOLE: every row is there, and no mask is needed unless columns are missing."""
         pointers, mask = _tile(ptr, first, stride, T, COLUMNS, ROWS, WIDTH)
         if WHOLE and COLUMNS == WIDTH:
@@ -1627,7 +1623,7 @@ if triton is not None:
             return _dot(x, high) + _dot(x, _operand(y - high.to(tl.float32), ptr))
 
     @triton.jit
-    def _times_i_of_pairs(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    def _times_i_tile(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
         """i x for rows of pairs."""
         re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
         return tl.reshape(tl.join(-im, re), (ROWS, WIDTH))
@@ -1768,8 +1764,9 @@ if triton is not None:
 
     @triton.jit
     def _born_rounded(w, ptr, NEAREST: tl.constexpr):
-        """Weights as they are multiplied, to be summed as such: so they add up to 1. Beside half precision the low bits are cut,
-        which takes one instruction, and the mean of what is lost cancels in o; beside a state it does not, so to NEAREST."""
+        """The weights w as the product with v takes them, so that numerator and denominator sum the same numbers. Beside half
+        precision that is bfloat16: cut off, in one instruction, as the mean error cancels in o = numerator / denominator; rounded
+        to NEAREST beside a state, whose weights are not cut and would not cancel it."""
         if ptr.dtype.element_ty == tl.float32:
             return w
         elif NEAREST:
@@ -1778,11 +1775,11 @@ if triton is not None:
             return (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
+    def _born_forward_tile(q, i_q, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
                            QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
                            NEAREST: tl.constexpr):  # fmt: skip
         k = tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE))
-        re, im = _dot(q, k), _dot(turned, k)
+        re, im = _dot(q, k), _dot(i_q, k)
         w = re * re + im * im
         if not WHOLE:
             i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
@@ -1801,7 +1798,7 @@ if triton is not None:
         start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES  # the longest first
         q_ptr = _head(q_ptr, g, H, q_batch, q_head)
         q, square, power = _born_query(q_ptr, start, q_row, T, COLUMNS, QUERIES, WIDTH)
-        turned = _operand(_times_i_of_pairs(q, QUERIES, WIDTH), q_ptr)
+        i_q = _operand(_times_i_tile(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         numerator, weights = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, KEYS), tl.float32)
         begin = 0
@@ -1814,15 +1811,13 @@ if triton is not None:
                 S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
                 numerator += _dot_fine(phi, S, q_ptr)
                 masses += phi * z[None, :]
-            weights += tl.where(
-                tl.arange(0, KEYS)[None, :] == 0, tl.sum(masses, 1)[:, None], 0.0
-            )  # with the first key's
+            weights += tl.where(tl.arange(0, KEYS)[None, :] == 0, tl.sum(masses, 1)[:, None], 0.0)  # with the first key's
         whole = start // KEYS * KEYS  # every query sees every key before
         for first in range(begin, whole, KEYS):
-            numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
+            numerator, weights = _born_forward_tile(q, i_q, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                                     COLUMNS, QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
-            numerator, weights = _born_forward_tile(q, turned, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
+            numerator, weights = _born_forward_tile(q, i_q, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                                     COLUMNS, QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
@@ -1830,15 +1825,14 @@ if triton is not None:
         negative = total < 0.0  # so far the rounding of a state can go; d tells it the backward by its sign
         d = tl.where(negative, 0.0, total) + square * (floor * mass + tiny)
         tl.store(d_ptr + row + tl.arange(0, QUERIES), tl.where(negative, -d, d), mask=i < T)
-        _store_tile(
-            o_ptr + g.to(tl.int64) * T * COLUMNS, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH
-        )
+        o_ptr += g.to(tl.int64) * T * COLUMNS
+        _store_tile(o_ptr, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
 
     @triton.jit
-    def _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
+    def _born_query_tile(q, i_q, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
                          QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
         k = _load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
-        re, im = _dot(q, tl.trans(k)), _dot(turned, tl.trans(k))
+        re, im = _dot(q, tl.trans(k)), _dot(i_q, tl.trans(k))
         v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
         dw = _dot(grad, tl.trans(v)) - shift[:, None]
         if not WHOLE:
@@ -1860,9 +1854,8 @@ if triton is not None:
         q, square, power = _born_query(q_ptr, start, q_row, T, COLUMNS, QUERIES, WIDTH)
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         d = tl.load(d_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
-        pointers, mask = _tile(
-            _head(grad_ptr, g, H, grad_batch, grad_head), start, grad_row, T, COLUMNS, QUERIES, WIDTH
-        )
+        grad_ptr = _head(grad_ptr, g, H, grad_batch, grad_head)
+        pointers, mask = _tile(grad_ptr, start, grad_row, T, COLUMNS, QUERIES, WIDTH)
         grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / tl.abs(d)[:, None]
         grad = _operand(grad, G_ptr)
         pointers, mask = _tile(o_ptr + g.to(tl.int64) * T * COLUMNS, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
@@ -1875,7 +1868,7 @@ if triton is not None:
         _store_tile(Q_ptr, q, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
         _store_tile(G_ptr, grad, padded, WIDTH, padded + QUERIES, WIDTH, QUERIES, WIDTH)
 
-        turned = _operand(_times_i_of_pairs(q, QUERIES, WIDTH), q_ptr)
+        i_q = _operand(_times_i_tile(q, QUERIES, WIDTH), q_ptr)
         k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
         dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
         begin = 0
@@ -1885,27 +1878,25 @@ if triton is not None:
             for m in range(0, COLUMNS // 2, BLOCK):
                 S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
                 dphi = _dot_fine(grad, tl.trans(S), q_ptr) - shift[:, None] * z[None, :]
-                dq_re += _born_features_backward(
-                    dphi, q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK
-                )
+                dq_re += _born_features_backward(dphi, q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)
         whole = start // KEYS * KEYS
         for first in range(begin, whole, KEYS):
-            dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
+            dq_re, dq_im = _born_query_tile(q, i_q, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                             COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
         for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
-            dq_re, dq_im = _born_query_tile(q, turned, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
+            dq_re, dq_im = _born_query_tile(q, i_q, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
                                             COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
-        dq = 2.0 * (dq_re - _times_i_of_pairs(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
+        dq = 2.0 * (dq_re - _times_i_tile(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
         q = q.to(tl.float32)
         dq = (dq - q * (tl.sum(q * dq, 1) / square)[:, None]) * power[:, None]  # |q| has no effect
         _store_tile(dq_ptr + g.to(tl.int64) * T * COLUMNS, dq, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
 
     @triton.jit
-    def _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+    def _born_key_tile(k, minus_i_k, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
                        QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
                        NEAREST: tl.constexpr):  # fmt: skip
         q = _load_tile(Q_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
-        re, im = _dot(k, tl.trans(q)), _dot(turned, tl.trans(q))
+        re, im = _dot(k, tl.trans(q)), _dot(minus_i_k, tl.trans(q))
         w = re * re + im * im
         grad = _load_tile(G_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
         dw = _dot(v, tl.trans(grad)) - tl.load(shift_ptr + first + tl.arange(0, QUERIES))[None, :]
@@ -1932,7 +1923,7 @@ if triton is not None:
         k_ptr = _head(k_ptr, g, H, k_batch, k_head)
         k = _load_tile(k_ptr, start, k_row, T, COLUMNS, KEYS, WIDTH, False)
         v = _load_tile(_head(v_ptr, g, H, v_batch, v_head), start, v_row, T, COLUMNS, KEYS, WIDTH, False)
-        turned = _operand(-_times_i_of_pairs(k, KEYS, WIDTH), k_ptr)
+        minus_i_k = _operand(-_times_i_tile(k, KEYS, WIDTH), k_ptr)
         dk_re, dk_im = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
         dv, end = tl.zeros((KEYS, WIDTH), tl.float32), padded
         if states_ptr is not None:
@@ -1947,14 +1938,14 @@ if triton is not None:
                 dphi = _dot_fine(v, tl.trans(S), k_ptr) + z[None, :]
                 dk_re += _born_features_backward(dphi, k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
         for first in range(start, start + KEYS, QUERIES):
-            dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+            dk_re, dk_im, dv = _born_key_tile(k, minus_i_k, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
                                               QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
         for first in range(start + KEYS, end, QUERIES):
-            dk_re, dk_im, dv = _born_key_tile(k, turned, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
+            dk_re, dk_im, dv = _born_key_tile(k, minus_i_k, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
                                               QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
             later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
         dfloor += tl.sum(later, 0)
-        dk = 2.0 * (dk_re + _times_i_of_pairs(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
+        dk = 2.0 * (dk_re + _times_i_tile(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
         _store_tile(dk_ptr + g.to(tl.int64) * T * COLUMNS, dk, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
         _store_tile(dv_ptr + g.to(tl.int64) * T * COLUMNS, dv, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
 
@@ -2058,19 +2049,16 @@ def _born_in_triton(inputs, S, k, v, linear):
 
 
 # ---- phase_memory ----
-# Triton, with the real and imaginary parts apart. `_phase_state_kernel` walks over the chunks for a block of M and writes what
-# stands before each, or from the end N, what stands after each. All else has a program for each chunk, and forms E and the scores
-# again: `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
-# sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
-# bfloat16; E, the sums, and M and N while they are carried on and at the end, are float32. But beside bfloat16 all that is
-# multiplied is rounded to it, by 2^-9 at most: the keys times E, the scores times E, and M and N as stored before and
-# after each chunk, also a caller's float32 state before its first.
+# The real and imaginary parts are apart. `_phase_state_kernel` walks over the chunks for a block of M and writes what
+# stands before each, or from the end N, what stands after each. All else has a program for each chunk, and forms E and
+# the scores again: `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which
+# are the same sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32,
+# others in bfloat16; E, the sums, and M and N while they are carried on and at the end, are float32. But beside
+# bfloat16 all that is multiplied is rounded to it, by 2^-9 at most: the keys times E, the scores times E, and M and N
+# as stored before and after each chunk, also a caller's float32 state before its first.
 
-PHASE_TILE = (
-    64,
-    64,
-    32,
-)  # tokens of a chunk, coordinates of a block, and of a block of M; in float32 16 (real 32), 32, 16
+# Tokens of a chunk, coordinates of a block, and of a block of M; in float32 16 (real 32), 32, 16.
+PHASE_TILE = 64, 64, 32
 
 if triton is not None:
 
@@ -2120,9 +2108,8 @@ if triton is not None:
         return (-x.to(tl.float32)).to(x.dtype)
 
     @triton.jit
-    def _product(
-        out_re, out_im, x_re, x_im, y_re, y_im, CONJ_X: tl.constexpr, CONJ_Y: tl.constexpr, REAL: tl.constexpr
-    ):
+    def _product(out_re, out_im, x_re, x_im, y_re, y_im, CONJ_X: tl.constexpr, CONJ_Y: tl.constexpr,
+                 REAL: tl.constexpr):  # fmt: skip
         """out + x y, with conj(x) or conj(y) if told: one real product, or four."""
         out_re += _dot(x_re, y_re)
         if REAL:
@@ -2143,10 +2130,10 @@ if triton is not None:
         return tl.load(gate_ptr + t.to(tl.int64) * stride, mask=t < T, other=0.0).to(tl.float32)
 
     @triton.jit
-    def _phase_decays(gates, ROWS: tl.constexpr, TURNED: tl.constexpr):
-        """E_ti for the tokens of a chunk, at [t, i], or [i, t] if TURNED. Sums of the gates between, as in `_decays`."""
+    def _phase_decays(gates, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
+        """E_ti for the tokens of a chunk, at [t, i], or [i, t] if TRANSPOSED. Sums of the gates between, as in `_decays`."""
         row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
-        if TURNED:
+        if TRANSPOSED:
             between = tl.cumsum(tl.where(row < column, gates[None, :], 0.0), 1)
             seen = row <= column
         else:
@@ -2189,9 +2176,7 @@ if triton is not None:
         chunks = tl.cdiv(T, CHUNK)
         for n in range(chunks):
             chunk = chunks - 1 - n if REVERSE else n
-            pointers = (
-                states_ptr + (g.to(tl.int64) * chunks + chunk) * EACH * COLUMNS * COLUMNS + (keys * COLUMNS + values)
-            )
+            pointers = states_ptr + (g.to(tl.int64) * chunks + chunk) * EACH * COLUMNS * COLUMNS + (keys * COLUMNS + values)
             tl.store(pointers, M_re, mask=mask)
             if not REAL:
                 tl.store(pointers + COLUMNS * COLUMNS, M_im, mask=mask)
@@ -2376,10 +2361,6 @@ _triton_phase = _operator(
 # python kernels.py
 
 
-def _phase_real(*inputs, backend):
-    return phase_memory(*inputs, real=True, backend=backend)
-
-
 def check_cases():
     """One case per operation and form: (name, function that returns its outputs, inputs in float64)."""
     g = torch.Generator().manual_seed(0)
@@ -2389,6 +2370,9 @@ def check_cases():
 
     def born(method):
         return lambda *qkv, backend: born_attention(*qkv, method=method, backend=backend)[:1]
+
+    def real_memory(*x, backend):
+        return phase_memory(*x, real=True, backend=backend)
 
     B, T, C, E, N = 2, 257, 48, 40, 16
     decay, theta, b, h0 = -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
@@ -2407,18 +2391,14 @@ def check_cases():
         ("complex_scan, many sequences", complex_scan, many),
         ("cayley_scan", cayley_scan, cayley),
         ("cayley_scan, no gate", lambda d, t, *rest, backend: cayley_scan(d, t, None, *rest, backend=backend), ungated),
-        (
-            "complex_scan, real",
-            lambda a, b, h0, backend: complex_scan(a, None, b, h0, backend=backend),
-            (decay, theta, theta[:, 0]),
-        ),
+        ("complex_scan, real", lambda a, *x, backend: complex_scan(a, None, *x, backend=backend), (decay, theta, theta[:, 0])),
         ("selective_scan", selective_scan, selective),
         ("born_attention, quadratic", born("quadratic"), qkv),
         ("born_attention, linear", born("linear"), qkv),
         ("phase_memory", phase_memory, phase),
-        ("phase_memory, real", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in phase]),
+        ("phase_memory, real", real_memory, [x[..., 0] if x.dim() > 3 else x for x in phase]),
         ("phase_memory, d = 64", phase_memory, wide),
-        ("phase_memory, real, d = 64", _phase_real, [x[..., 0] if x.dim() > 3 else x for x in wide]),
+        ("phase_memory, real, d = 64", real_memory, [x[..., 0] if x.dim() > 3 else x for x in wide]),
     ]
 
 
@@ -2455,10 +2435,8 @@ def check_device():
             except Exception as e:  # noqa: BLE001  (whatever stops one row: the others are worth seeing)
                 cells, good = ("", "", "", f"FAILED: {type(e).__name__}: {' '.join(str(e).split())[-200:]}"), False
             else:
-                errors = [
-                    max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(*group))
-                    for group in zip(found, exact)
-                ]
+                pairs = [zip(*group) for group in zip(found, exact)]
+                errors = [max(((x - y).abs().max() / y.abs().max()).item() for x, y in group) for group in pairs]
                 good = all(error < tolerance for error in errors)  # False for nan
                 cells = *(f"{error:.1e}" for error in errors), f"{elapsed:.1f}", "" if good else "FAILED"
             right &= good

@@ -26,6 +26,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
@@ -65,169 +66,560 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # for what runs as a program of its
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels against their references
+#
+# One table, OPERATIONS, of what is tested; each test below is one property of them all, and `errors` is how values, gradients
+# and states are compared. Then what is said of one operation alone. Tests named test_triton run on a GPU, or in a process of
+# their own in Triton's interpreter.
 
 LENGTHS = [1, 2, 7, 63, 64, 65, 257, 1000]
+EPS = 2.0**-24  # what float32 loses by one rounding
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"  # of the Triton kernels
+compiles = pytest.mark.skipif(kernels.triton is None or INTERPRETED, reason="needs Triton, not interpreted")
+needs_triton = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="see test_interpreter")
 
 
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def errors(function, inputs, dtype, strided=False, floor=1e-3, backend=None, **kwargs):
-    """Largest relative error of outputs and gradients, against the float64 reference on the same (rounded) inputs. A tensor
-    whose values are all below `floor` is compared with that."""
-
-    def run(backend, dtype, strided):
-        device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-        leaves = [x.to(device, dtype).requires_grad_() for x in rounded]
-        given = [torch.stack((x, x), -1)[..., 0] if strided else x for x in leaves]
-        outputs = function(*given, backend=backend, **kwargs)
-        weights = [torch.sin(torch.arange(x.numel())).view(x.shape).to(x) for x in outputs]
-        if strided:
-            weights = [torch.stack((w, w), -1)[..., 0] for w in weights]
-        return [[x.cpu() for x in xs] for xs in (outputs, torch.autograd.grad(outputs, leaves, weights))]
-
-    rounded = [x.to(dtype) for x in inputs]
-    found, expected = run(backend, dtype, strided), run("reference", torch.float64, False)
-    for x in (*found[0], *found[1]):
-        assert x.isfinite().all()
-    for x, leaf in zip(found[1], rounded):
-        assert x.dtype == leaf.dtype
-        assert x.shape == leaf.shape
-    return max(
-        ((x.double() - y).abs().max() / y.abs().max().clamp(min=floor)).item()
-        for xs, ys in zip(found, expected)
-        for x, y in zip(xs, ys)
-    )
+def scan_inputs(B, T, C):
+    return -randn(B, T, C).abs(), 3 * randn(B, T, C, seed=1), randn(B, T, C, 2, seed=2), randn(B, C, 2, seed=3)
 
 
-def real_scan(log_decay, b, h0, **kwargs):
-    return kernels.complex_scan(log_decay, None, b, h0, **kwargs)
-
-
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("C", [1, 13, 2100])  # 2100: one chunk; the others: several chunks at once
-def test_complex_scan_equals_reference(T, C):
-    if C == 2100 and T > 65:
-        T = 65
-    log_decay, theta, b, h0 = (
-        -randn(2, T, C).abs(),
-        3 * randn(2, T, C, seed=1),
-        randn(2, T, C, 2, seed=2),
-        randn(2, C, 2),
-    )
-    for strided in (False, True):
-        assert errors(kernels.complex_scan, (log_decay, theta, b, h0), torch.float32, strided) < 5e-6
-        assert errors(real_scan, (log_decay, b[..., 0], h0[..., 0]), torch.float32, strided) < 5e-6
-
-
-@pytest.mark.parametrize("log_decay", [0.0, -1e-9, -0.7, -20.0, -200.0], ids=str)
-def test_complex_scan_at_extreme_gates(log_decay):
-    """alpha = 1 (unitary), just below, 1/2, and so small that a product or a quotient of gates leaves float32."""
-    T, C = 300, 5
-    gates = torch.full((2, T, C), log_decay, dtype=torch.float64)
-    inputs = gates, 3 * randn(2, T, C), randn(2, T, C, 2), randn(2, C, 2)
-    assert errors(kernels.complex_scan, inputs, torch.float32) < 1e-5
-    alternating = gates * (torch.arange(T) % 3 == 0)[:, None]
-    assert errors(kernels.complex_scan, (alternating, *inputs[1:]), torch.float32) < 1e-5
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
-def test_scans_compute_in_float32(dtype, tolerance):
-    """Half-precision inputs: only the rounding of the gradients and of y remains, also after 1000 steps of slow decay."""
-    T = 1000
-    decay = torch.full((1, T, 1), -1e-3, dtype=torch.float64).expand(1, T, 3)
-    h, hT = kernels.complex_scan(decay.to(dtype), randn(1, T, 3).to(dtype), randn(1, T, 3, 2).to(dtype))
-    assert h.dtype == hT.dtype == torch.float32
-    assert errors(kernels.complex_scan, (decay, randn(1, T, 3), randn(1, T, 3, 2), randn(1, 3, 2)), dtype) < tolerance
-    assert errors(kernels.selective_scan, selective_inputs(1, T, 4, 3), dtype) < tolerance
+def cayley_inputs(B, T, H, N):
+    delta, gate = (3 * randn(B, T, H, N, seed=i) for i in (0, 1))
+    dt, omega = 0.1 * randn(B, T, H, seed=2).sigmoid(), 5 * randn(H, N, seed=3)
+    return delta, dt, gate, omega, randn(B, T, H, N, 2, seed=4), randn(B, H, N, 2, seed=5)
 
 
 def selective_inputs(B, T, E, N):
-    dt = torch.nn.functional.softplus(randn(B, T, E, seed=1) - 3)
-    A = -torch.arange(1, N + 1).double().repeat(E, 1)
+    dt, A = F.softplus(randn(B, T, E, seed=1) - 3), -torch.arange(1, N + 1).double().repeat(E, 1)
     return randn(B, T, E), dt, A, randn(B, T, N, seed=2), randn(B, T, N, seed=3), randn(B, E, N, seed=4)
 
 
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize(("E", "N"), [(1, 1), (6, 5), (600, 16)])  # 600 x 16: more than one group of batch rows
-def test_selective_scan_equals_reference(T, E, N):
-    if E == 600:
-        T = min(T, 65)
-    for strided in (False, True):
-        assert errors(kernels.selective_scan, selective_inputs(3, T, E, N), torch.float32, strided) < 5e-6
+def born_inputs(B, H, T, N):
+    return tuple(randn(B, H, T, N, 2, seed=s) for s in range(3))
 
 
-@pytest.mark.parametrize("dt", [0.0, 1e-8, 1.0, 80.0], ids=str)
-def test_selective_scan_at_extreme_steps(dt):
-    """exp(dt A) from exactly 1 to an underflow."""
-    u, _, A, B, C, h0 = selective_inputs(2, 150, 7, 5)
-    assert errors(kernels.selective_scan, (u, torch.full_like(u, dt), A, B, C, h0), torch.float32) < 1e-5
+def phase_inputs(B, H, T, d, real=False):
+    pair = () if real else (2,)
+    q, k, v = (randn(B, H, T, d, *pair, seed=s) for s in range(3))
+    return q, k, v, -F.softplus(randn(B, H, T, seed=3) - 2), randn(B, H, d, d, *pair, seed=4)
 
 
-@pytest.mark.parametrize(("B", "T", "C"), [(1, 9, 4), (1, 9, 2100), (2, 40, 3), (1, 1, 1)])
-def test_scans_leave_their_inputs_alone(B, T, C):
-    """Also where the time-major layout of an input is the input itself."""
-    log_decay, theta, b, h0 = -randn(B, T, C).abs(), randn(B, T, C), randn(B, T, C, 2), randn(B, C, 2)
-    for function, inputs in (
-        (kernels.complex_scan, (log_decay, theta, b, h0)),
-        (real_scan, (log_decay, b[..., 0].contiguous(), h0[..., 0].contiguous())),
-        (kernels.selective_scan, selective_inputs(B, T, C, 3)),
-    ):
-        leaves = [x.float().requires_grad_() for x in inputs]
-        before = [x.detach().clone() for x in leaves]
-        outputs = function(*leaves)
-        weights = [torch.ones_like(x) for x in outputs]
-        torch.autograd.grad(outputs, leaves, weights)
-        assert all(torch.equal(x, y) for x, y in zip(leaves, before))
-        assert all((w == 1).all() for w in weights)
+def real_scan(log_decay, b, h0=None, **kwargs):
+    return kernels.complex_scan(log_decay, None, b, h0, **kwargs)
 
 
-def test_gradients_are_the_derivatives():
-    """Finite differences in float64: the reference and its autograd play no part."""
-    log_decay, theta, b, h0 = -randn(2, 19, 3).abs(), randn(2, 19, 3), randn(2, 19, 3, 2), randn(2, 3, 2)
-    leaves = [x.requires_grad_() for x in (log_decay, theta, b, h0)]
-    assert torch.autograd.gradcheck(kernels.complex_scan, leaves)
-    assert torch.autograd.gradcheck(kernels.complex_scan, (log_decay[..., :1].detach().requires_grad_(), *leaves[1:]))
-    assert torch.autograd.gradcheck(real_scan, (log_decay, b[..., 0].detach().requires_grad_(), h0[..., 0]))
-    assert torch.autograd.gradcheck(kernels.selective_scan, [x.requires_grad_() for x in selective_inputs(2, 19, 3, 2)])
+def ungated_scan(delta, dt, omega, b, h0=None, **kwargs):
+    return kernels.cayley_scan(delta, dt, None, omega, b, h0, **kwargs)
 
 
-def test_initial_state_is_optional_and_chunks_join():
-    """No h0 is a zero h0; two halves with the state carried equal the whole."""
-    log_decay, theta, b = (x.float() for x in (-randn(2, 50, 3).abs(), randn(2, 50, 3), randn(2, 50, 3, 2)))
-    whole, end = kernels.complex_scan(log_decay, theta, b)
-    zero = kernels.complex_scan(log_decay, theta, b, torch.zeros(2, 3, 2))
-    assert torch.equal(whole, zero[0])
-    assert torch.equal(end, whole[:, -1])
-    _, middle = kernels.complex_scan(log_decay[:, :21], theta[:, :21], b[:, :21])
-    rest, _ = kernels.complex_scan(log_decay[:, 21:], theta[:, 21:], b[:, 21:], middle)
-    torch.testing.assert_close(rest, whole[:, 21:], atol=1e-5, rtol=0)
-    u, dt, A, B, C, _ = (x.float() for x in selective_inputs(2, 50, 3, 4))
-    y, end = kernels.selective_scan(u, dt, A, B, C)
-    _, middle = kernels.selective_scan(u[:, :21], dt[:, :21], A, B[:, :21], C[:, :21])
-    rest, last = kernels.selective_scan(u[:, 21:], dt[:, 21:], A, B[:, 21:], C[:, 21:], middle)
-    torch.testing.assert_close(rest, y[:, 21:], atol=1e-5, rtol=0)
-    torch.testing.assert_close(last, end, atol=1e-5, rtol=0)
+def without(inputs, *dropped):
+    return tuple(x for i, x in enumerate(inputs) if i not in dropped)
 
 
-def test_scans_are_deterministic_and_write_every_output():
-    """The same bits twice, with uninitialised memory filled with NaN."""
-    torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
+@dataclasses.dataclass
+class Operation:
+    function: object  # (*inputs, initial state, backend=) -> (output, state)
+    inputs: object  # (T, n, B=2) -> inputs in float64, n wide; the initial state at the end, if it is a tensor
+    timed: tuple  # numbers of the inputs that have a time axis
+    axis: int = 1  # the time axis
+    stateful: bool = True  # the initial state is among the inputs
+    widths: tuple = (1, 5, 16)
+    floor: float = 1e-3  # what is smaller is compared with this
+
+    def __call__(self, *inputs, backend=None, cuts=()):
+        """The outputs that need comparing; with cuts, the sequence in pieces that begin at those tokens."""
+        cuts = [cut for cut in cuts if cut < inputs[0].shape[self.axis]]
+        if backend == "reference" or not cuts:
+            return self.function(*inputs, backend=backend)[: 1 + self.stateful]
+        state, outputs = inputs[-1] if self.stateful else None, []
+        for part in torch.arange(inputs[0].shape[self.axis]).tensor_split(cuts):
+            window = (slice(None),) * self.axis + (part,)
+            piece = [x[window] if i in self.timed else x for i, x in enumerate(inputs[: len(inputs) - self.stateful])]
+            output, state = self.function(*piece, state, backend=backend)
+            outputs.append(output)
+        return (torch.cat(outputs, self.axis), state)[: 1 + self.stateful]
+
+
+def born(method="auto", cut=None):
+    def function(q, k, v, state=None, backend=None):
+        return kernels.born_attention(q, k, v, state, method, backend)
+
+    operation = Operation(function, lambda T, n, B=1: born_inputs(B, 2, T, n), (0, 1, 2), 2, False, (2, 5, 16), 1.0)
+    # floor: gradients for q and k are differences of terms of about 1, which cancel where there are few tokens
+    return operation if cut is None else partial(operation, cuts=tuple(range(cut, 2000, cut)))
+
+
+def phase(real):
+    function = partial(kernels.phase_memory, real=real)
+    return Operation(function, lambda T, n, B=1: phase_inputs(B, 2, T, n, real), (0, 1, 2, 3), 2)
+
+
+OPERATIONS = {
+    # 2100 channels are one chunk of time; fewer are several at once
+    "complex": Operation(kernels.complex_scan, lambda T, n, B=2: scan_inputs(B, T, n), (0, 1, 2), widths=(1, 13, 2100)),
+    "real": Operation(real_scan, lambda T, n, B=2: without(scan_inputs(B, T, n)[:2] + (randn(B, n),), 3), (0, 1)),
+    "cayley": Operation(kernels.cayley_scan, lambda T, n, B=2: cayley_inputs(B, T, 2, n), (0, 1, 2, 4)),
+    "ungated": Operation(ungated_scan, lambda T, n, B=2: without(cayley_inputs(B, T, 2, n), 2), (0, 1, 3)),
+    # 601 channels of 16 states are more than one group of batch rows
+    "selective": Operation(
+        kernels.selective_scan,
+        lambda T, n, B=3: selective_inputs(B, T, n + 1, 16 if n == 600 else n),
+        (0, 1, 3, 4),
+        widths=(1, 5, 600),
+    ),
+    "quadratic": born("quadratic"),
+    "linear": born("linear"),
+    "phase": phase(False),
+    "memory": phase(True),
+}
+EACH = pytest.mark.parametrize("name", OPERATIONS)
+STATEFUL = [name for name, operation in OPERATIONS.items() if operation.stateful]
+
+
+def errors(function, inputs, dtype=torch.float32, strided=False, floor=1e-3, backend=None, twice=False):
+    """Largest error of outputs and gradients, relative to the largest value of each tensor, or to `floor` where all are less,
+    against the float64 reference on the same rounded inputs. Inputs and upstream gradients that do not lie in one piece if
+    `strided`; the same bits again if `twice`. Uninitialised memory is NaN, and the inputs stay as they were."""
+
+    def run(backend, dtype, strided):
+        device = DEVICE if backend == "triton" else "cpu"
+        leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in rounded]
+        given = [torch.stack((x, x), -1)[..., 0] if strided else x for x in leaves]
+        outputs = function(*given, backend=backend)
+        weights = [torch.sin(torch.arange(x.numel())).view(x.shape).to(x) for x in outputs]
+        weights = [torch.stack((w, w), -1)[..., 0] for w in weights] if strided else weights
+        grads = torch.autograd.grad(outputs, leaves, weights)
+        assert all(torch.equal(x.cpu(), y.to(dtype)) for x, y in zip(leaves, rounded))
+        assert [(x.dtype, x.shape) for x in grads] == [(x.dtype, x.shape) for x in leaves]
+        return [x.detach().cpu() for x in (*outputs, *grads)]
+
+    rounded = [x.detach().to(dtype) for x in inputs]
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        assert torch.empty(3).isnan().all()
-        for function, inputs in (
-            (kernels.complex_scan, (-randn(2, 70, 3).abs(), randn(2, 70, 3), randn(2, 70, 3, 2), randn(2, 3, 2))),
-            (kernels.selective_scan, selective_inputs(3, 70, 600, 16)),
-        ):
-            runs = []
-            for _ in range(2):
-                leaves = [x.float().requires_grad_() for x in inputs]
-                outputs = function(*leaves)
-                runs.append([*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves)])
-            assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*runs))
+        assert torch.empty(3).isnan().all() and torch.ones(1).new_empty(3).isnan().all()
+        found, expected = run(backend, dtype, strided), run("reference", torch.float64, False)
+        assert all(x.isfinite().all() for x in found)
+        assert not twice or all(torch.equal(x, y) for x, y in zip(found, run(backend, dtype, strided)))
     finally:
         torch.use_deterministic_algorithms(False)
+    return max(
+        ((x.double() - y).abs().max() / y.abs().max().clamp(min=floor)).item() for x, y in zip(found, expected)
+    )
+
+
+def bound(T, n=1):
+    """Of `errors` in float32: every number is a sum of up to T n products, and the roundings have random signs."""
+    return 8 * EPS * (64 + T * n) ** 0.5
+
+
+@EACH
+@pytest.mark.parametrize("T", LENGTHS)
+def test_equals_reference(name, T):
+    """Value, gradients and final state; every other width with strides. The same bits twice."""
+    operation = OPERATIONS[name]
+    for i, n in enumerate(operation.widths):
+        length, strided = min(T, 65) if n > 100 else T, (i + T) % 2 == 1
+        for stride in (False, True) if T < 100 else (strided,):
+            inputs = operation.inputs(length, n)
+            assert errors(operation, inputs, strided=stride, floor=operation.floor, twice=strided) < bound(length, n)
+
+
+@EACH
+@pytest.mark.parametrize("cuts", [(37, 74, 111), (64, 128), (1, 2, 129), tuple(range(1, 130))], ids=str)
+def test_pieces_join(name, cuts):
+    """Cut anywhere, also into single steps, with the state carried on: value, and gradients through the states."""
+    operation = OPERATIONS[name]
+    function = partial(operation, cuts=cuts)
+    assert errors(function, operation.inputs(130, 5), floor=operation.floor) < bound(130, 5)
+
+
+@EACH
+def test_initial_state_is_optional_and_each_output_has_its_gradient(name):
+    """No state is a state of zeros. The output without the state, as in a training step that drops it, and the reverse."""
+    operation = OPERATIONS[name]
+    inputs = operation.inputs(70, 3)
+    if operation.stateful:
+        inputs = *inputs[:-1], torch.zeros_like(inputs[-1])
+        for x, y in zip(operation.function(*inputs[:-1]), operation(*inputs)):
+            assert torch.equal(x, y)
+    leaves = [x.requires_grad_() for x in inputs]
+    for i in range(1 + operation.stateful):
+        outputs = [operation(*leaves, backend=backend)[i] for backend in ("torch", "reference")]
+        found, expected = (torch.autograd.grad(x.sin().sum(), leaves, materialize_grads=True, allow_unused=True) for x in outputs)
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, atol=1e-9, rtol=1e-6)
+
+
+@EACH
+def test_gradients_are_the_derivatives(name):
+    """Finite differences in float64: the reference and its autograd play no part."""
+    operation = OPERATIONS[name]
+    for T, cuts, fast in ((7, (), False), (3, (1, 2), False), (66, (65,), True), (130, (), True)):
+        leaves = [x.requires_grad_() for x in operation.inputs(T, 2, B=1)]
+        assert torch.autograd.gradcheck(partial(operation, cuts=cuts), leaves, atol=1e-4 if fast else 1e-5, fast_mode=fast)
+    leaves = [x.requires_grad_() for x in scan_inputs(1, 7, 2)]
+    leaves[0] = leaves[0][..., :1].detach().requires_grad_()  # one decay for all channels
+    assert torch.autograd.gradcheck(kernels.complex_scan, leaves)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_computes_in_float32(name, dtype):
+    """Half-precision inputs: only gradients and y are rounded, once, also after 1000 steps of slow decay."""
+    operation = OPERATIONS[name]
+    once = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    inputs = list(operation.inputs(300, 5))
+    output, state = operation.function(*(x.to(dtype) for x in inputs))
+    assert output.dtype == (dtype if name == "selective" else torch.float32)
+    assert {x.dtype for x in tensors(state)} == {torch.float32}
+    assert errors(operation, inputs, dtype, strided=True, floor=operation.floor) < once + bound(300, 5)
+    if name in ("complex", "real"):
+        slow = torch.full((2, 1000, 5), -1e-3, dtype=torch.float64), *operation.inputs(1000, 5)[1:]
+        assert errors(operation, slow, dtype) < once + bound(1000)
+
+
+@EACH
+def test_autocast_changes_nothing(name):
+    operation = OPERATIONS[name]
+    leaves = [x.float().requires_grad_() for x in operation.inputs(130, 5)]
+    runs = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            outputs = [*operation(*leaves), *operation(*leaves, cuts=(50, 100))]  # a state is folded under autocast too
+        runs.append([*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*runs))
+
+
+@EACH
+def test_compiles_to_the_same(name):
+    operation = OPERATIONS[name]
+    leaves = [x.float().requires_grad_() for x in operation.inputs(100, 3)]
+    runs = []
+    for function in (operation.function, torch.compile(operation.function, backend="aot_eager", fullgraph=True)):
+        outputs = function(*leaves)[: 1 + operation.stateful]
+        runs.append([*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves)])
+    for x, y in zip(*runs):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+def extreme_gates():
+    """(name, operation, inputs): decays from exactly 1 to those whose products and quotients leave float32, also in turns."""
+    turns = (torch.arange(200) % 3 == 0).double()
+    for value in (0.0, -1e-9, -0.7, -20.0, -200.0, -1e5):
+        for name, gates in ((f"{value}", torch.full((200,), value)), (f"{value} in turns", torch.where(turns > 0, value, -1e-3))):
+            gates = gates.double()
+            inputs = scan_inputs(1, 200, 5)
+            yield f"complex {name}", "complex", (gates.view(1, 200, 1).repeat(1, 1, 5), *inputs[1:])
+            yield f"cayley {name}", "cayley", [
+                gates.view(1, 200, 1, 1).expand_as(x) if i == 2 else x for i, x in enumerate(cayley_inputs(1, 200, 2, 3))
+            ]
+            for memory in ("phase", "memory"):
+                q, k, v, _, S = phase_inputs(1, 1, 200, 4, memory == "memory")
+                yield f"{memory} {name}", memory, (q, k, v, gates.view(1, 1, 200), S)
+    for dt in (0.0, 1e-8, 1.0, 80.0):  # exp(dt A) from exactly 1 to an underflow
+        u, _, *rest = selective_inputs(1, 150, 7, 5)
+        yield f"selective {dt}", "selective", (u, torch.full_like(u, dt), *rest)
+
+
+def closed_gate(T, at, real, backend):
+    """A gate of exactly 0 in the middle: what was before has no influence."""
+    q, k, v, _, S = phase_inputs(1, 2, T, 4, real)
+    closed = torch.where(torch.arange(T) == at, -torch.inf, -0.1).expand(1, 2, T)
+    leaves = [x.float().to(DEVICE if backend == "triton" else "cpu").requires_grad_() for x in (q, k, v, closed, S)]
+    y, end = kernels.phase_memory(*leaves, real=real, backend=backend)
+    grads = torch.autograd.grad(y[:, :, at:].sum() + end.sum(), leaves)
+    assert all(x.isfinite().all() for x in (y, end, *grads))
+    assert all((x[:, :, :at] == 0).all() for x in grads[:4])
+    assert (grads[4] == 0).all()
+
+
+def test_extreme_gates():
+    for name, operation, inputs in extreme_gates():
+        assert errors(OPERATIONS[operation], inputs) < 1.5 * bound(200), name
+    for real in (False, True):
+        closed_gate(200, 90, real, "torch")
+
+
+@EACH
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference", "dual", "step"])
+def test_empty_batches(name, backend):
+    """No sequence at all: empty outputs and states, forward and backward. No step is refused."""
+    operation, T = OPERATIONS[name], 1 if backend == "step" else 70
+    if backend in ("dual", "step") and name not in ("phase", "memory"):
+        return
+    leaves = [x.float().requires_grad_() for x in operation.inputs(T, 3, B=0)]
+    outputs = [x for x in operation(*leaves, backend=backend) if x is not None]
+    assert outputs[0].shape[operation.axis] == T and not outputs[0].numel()
+    grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+    assert [x.shape for x in grads] == [x.shape for x in leaves]
+    if backend in ("torch", "reference"):
+        assert not operation(*leaves, backend=backend, cuts=(30,))[0].numel()
+        inputs = [x.narrow(operation.axis, 0, 0) if i in operation.timed else x for i, x in enumerate(operation.inputs(9, 3))]
+        with pytest.raises(ValueError, match="T( and [Nd])? > 0"):
+            operation(*inputs, backend=backend)
+    if name == "complex":
+        assert operation(*(x.float() for x in scan_inputs(2, 20, 0)), backend=backend)[0].shape == (2, 20, 0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="measured in forks")
+def test_memory_is_linear_in_time():
+    """Peak memory of forward and backward: some copies of the inputs; no (B, T, E, N), no (T, T), no state for every token."""
+    code = """
+import os, resource, sys, torch, kernels
+torch.set_num_threads(1)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+def scan(T, C=1024):
+    return kernels.complex_scan, [-torch.rand(1, T, C), torch.rand(1, T, C), torch.rand(1, T, C, 2)]
+def selective(T, E=256, N=16):
+    x = [torch.rand(1, T, E), torch.rand(1, T, E) / 10, -torch.ones(E, N), torch.rand(1, T, N), torch.rand(1, T, N)]
+    return kernels.selective_scan, x
+def phase(T):
+    return kernels.phase_memory, [*(torch.randn(1, 4, T, 16, 2) for _ in range(3)), -torch.rand(1, 4, T)]
+for case, T in ((scan, 2048), (selective, 4096), (phase, 4096)):
+    if not os.fork():
+        for T in (64, T):
+            before = peak()
+            function, inputs = case(T)
+            function(*[x.requires_grad_() for x in inputs])[0].sum().backward()
+        print(peak() - before, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    fixed = ENV | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives every freed tensor back at once
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=fixed)
+    scan, selective, phase = map(float, out.split())  # MB, with the inputs
+    assert scan < 8 * 24  # log_decay is 8; log2(T) copies of inputs and output would be 8 * 66
+    assert selective < 48  # u is 4; a (B, T, E, N) tensor would be 64
+    assert phase < 80  # an input is 2; the scores would be 512, a state a token 34
+
+
+REFUSALS = [  # operation, number of an input, what it is instead, message
+    ("complex", 0, torch.zeros(2, 5), "log_decay has shape (2, 5); expected (B, T, C|1)"),
+    ("complex", 0, torch.zeros(2, 5, 2), "log_decay has shape"),
+    ("complex", 1, torch.zeros(2, 4, 4), "theta has shape (2, 4, 4); expected (B, T, C) with B = 2, T = 5, C = 4"),
+    ("complex", 2, torch.zeros(2, 5, 4), "b has shape"),
+    ("complex", 3, torch.zeros(2, 4), "h0 has shape"),
+    ("complex", 1, torch.zeros(2, 5, 4, device="meta"), "inputs on several devices: theta is on meta, expected cpu"),
+    ("real", 1, torch.zeros(2, 5, 4, 2), "b has shape"),
+    ("cayley", 0, torch.zeros(2, 5, 4), "delta has shape"),
+    ("cayley", 1, torch.zeros(2, 5, 1), "dt has shape"),
+    ("cayley", 2, torch.zeros(2, 5, 2, 3), "gate has shape"),
+    ("cayley", 3, torch.zeros(4, 2), "omega has shape"),
+    ("cayley", 4, torch.zeros(2, 5, 2, 4), "b has shape"),
+    ("cayley", 5, torch.zeros(2, 2, 4), "h0 has shape"),
+    ("selective", 0, torch.zeros(3, 5), "u has shape"),
+    ("selective", 1, torch.zeros(3, 5, 1), "dt has shape"),
+    ("selective", 2, torch.zeros(4, 4), "A has shape"),
+    ("selective", 3, torch.zeros(3, 5, 3), "B has shape"),
+    ("selective", 4, torch.zeros(3, 4, 4), "C has shape"),
+    ("selective", 5, torch.zeros(3, 4, 4), "h0 has shape"),
+    ("linear", 0, torch.zeros(1, 2, 5, 4), "q has shape (1, 2, 5, 4); expected (B, H, T, N, 2)"),
+    ("linear", 0, torch.zeros(1, 2, 5, 4, 3), "q has shape"),
+    ("linear", 1, torch.zeros(1, 2, 4, 4, 2), "k has shape (1, 2, 4, 4, 2); expected (B, H, T, N, 2) with B = 1, H = 2, T = 5"),
+    ("linear", 1, torch.zeros(1, 1, 5, 4, 2), "k has shape"),
+    ("linear", 2, torch.zeros(1, 2, 5, 3, 2), "v has shape"),
+    ("linear", 2, torch.zeros(1, 2, 5, 4, 2, device="meta"), "v is on meta"),
+    ("linear", 1, torch.zeros(1, 2, 5, 4, 2).bfloat16(), "q is torch.float32, k torch.bfloat16 and v torch.float32"),
+    ("phase", 0, torch.zeros(1, 2, 5, 4), "q has shape"),
+    ("phase", 1, torch.zeros(1, 2, 4, 4, 2), "k has shape"),
+    ("phase", 2, torch.zeros(1, 2, 5, 3, 2), "v has shape"),
+    ("phase", 3, torch.zeros(1, 2, 5, 1), "log_gamma has shape"),
+    ("phase", 4, torch.zeros(1, 2, 4, 4), "state has shape"),
+    ("phase", 1, torch.zeros(1, 2, 5, 4, 2, device="meta"), "k is on meta"),
+    ("memory", 0, torch.zeros(1, 2, 5, 4, 2), "q has shape (1, 2, 5, 4, 2); expected (B, H, T, d)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "number", "wrong", "message"), REFUSALS)
+def test_refuses_what_does_not_fit(name, number, wrong, message):
+    inputs = [x.float() for x in OPERATIONS[name].inputs(5, 4)]
+    OPERATIONS[name](*inputs)
+    inputs[number] = wrong
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OPERATIONS[name](*inputs)
+
+
+@EACH
+def test_refuses_complex_and_integer_inputs_and_unknown_backends(name):
+    operation = OPERATIONS[name]
+    inputs = [x.float() for x in operation.inputs(9, 3)]
+    for i, x in enumerate(inputs):
+        for wrong, message in ((x.to(torch.complex64), r"complex64.*torch\.view_as_real"), (x.int(), "int32.*float")):
+            with pytest.raises(ValueError, match=message):
+                operation(*inputs[:i], wrong, *inputs[i + 1 :])
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; known: torch, triton, reference"):
+        operation(*inputs, backend="cuda")
+
+
+def test_refuses_methods_states_and_steps_that_do_not_fit():
+    zeros = partial(torch.zeros, 1, 2)
+    scan = {"log_decay": zeros(3), "theta": zeros(3), "b": zeros(3, 2)}
+    attend = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"}
+    states = {
+        "S of the state has shape (1, 2, 9, 8)": (zeros(9, 8), zeros(0, 3, 2), zeros(0, 3, 2)),
+        "k of the state has shape (1, 2, 3, 4, 2)": (None, zeros(3, 4, 2), zeros(3, 3, 2)),
+        "v of the state has shape (1, 2, 4, 3, 2)": (None, zeros(3, 3, 2), zeros(4, 3, 2)),
+        "k of the state has shape (1, 2, 3, 2)": (None, zeros(3, 2), zeros(3, 2)),
+        "state has 2 parts": (None, zeros(3, 3, 2)),
+        "the state is torch.float64 on cpu; expected torch.float32": (None, *[zeros(3, 3, 2).double()] * 2),
+    }
+    remember = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"} | {"log_gamma": zeros(5)}
+    for function, given, message in [
+        (kernels.complex_scan, scan | {"method": "fast"}, "unknown method 'fast'"),
+        (kernels.complex_scan, scan | {"theta": None, "b": zeros(3), "method": "clamped"}, "complex"),
+        (kernels.born_attention, attend | {"method": "softmax"}, "unknown method 'softmax'"),
+        *((kernels.born_attention, attend | {"state": state}, message) for message, state in states.items()),
+        (kernels.phase_memory, remember | {"backend": "step"}, "backend='step' takes one token, not 5"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(**given)
+
+
+@EACH
+def test_forward_mode_is_right_by_the_reference_and_refused_elsewhere(name):
+    operation = OPERATIONS[name]
+    inputs = operation.inputs(9, 3)
+    directions = tuple(torch.cos(x) for x in inputs)
+
+    def dual_numbers(function, inputs, directions):
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(x, t) for x, t in zip(inputs, directions)]
+            return [torch.autograd.forward_ad.unpack_dual(x).tangent for x in function(*duals)]
+
+    refused = pytest.raises(NotImplementedError, match="backend='reference'")
+    for i, (x, direction) in enumerate(zip(inputs, directions)):  # a tangent of one input alone is enough
+        of_one = lambda x, i=i: operation(*inputs[:i], x, *inputs[i + 1 :])  # noqa: E731
+        for transform in (torch.func.jvp, dual_numbers, lambda function, x, _: torch.func.jacfwd(function)(*x)):
+            with refused:
+                transform(of_one, (x,), (direction,))
+    with torch.autograd.forward_ad.dual_level():
+        operation(*inputs)  # nobody asks for a tangent
+    exact, step = partial(operation, backend="reference"), 1e-6
+    ahead, behind = (exact(*(x + sign * step * t for x, t in zip(inputs, directions))) for sign in (1, -1))
+    expected = [(x - y) / (2 * step) for x, y in zip(ahead, behind)]
+    for found in (torch.func.jvp(exact, inputs, directions)[1], dual_numbers(exact, inputs, directions)):
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, atol=1e-8, rtol=1e-7)
+
+
+def test_forward_mode_through_a_model(monkeypatch):
+    model, idx = make("hmamba", L=1), text_batch(1, 9)
+    parameters = dict(model.named_parameters())
+
+    def derivative():
+        loss = lambda p: torch.func.functional_call(model, p, (idx, idx))[1]  # noqa: E731
+        return torch.func.jvp(loss, (parameters,), ({k: p.cos() for k, p in parameters.items()},))[1]
+
+    with pytest.raises(NotImplementedError, match="NANOHILBERT_BACKEND=reference"):
+        derivative()
+    model(idx, idx)[1].backward()
+    expected = sum((p.grad * p.cos()).sum() for p in parameters.values())
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "reference")
+    torch.testing.assert_close(derivative(), expected, atol=1e-4, rtol=1e-4)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_returns_what_other_backends_return(name, dtype, monkeypatch):
+    """The same dtypes and shapes, forward and backward, as a backend of the call and of the environment."""
+    operation = OPERATIONS[name]
+    runs = []
+    for backend, variable in (("torch", ""), ("reference", ""), (None, "reference")):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", variable)
+        leaves = [x.to(dtype).requires_grad_() for x in operation.inputs(9, 3)]
+        outputs = operation(*leaves, backend=backend)
+        runs.append([*outputs, *torch.autograd.grad(sum(x.float().sum() for x in outputs), leaves)])
+    for x, y, again in zip(*runs):
+        torch.testing.assert_close(y, x, **({} if dtype != torch.bfloat16 else {"atol": 0.1, "rtol": 0.1}))
+        assert torch.equal(y, again)
+
+
+def test_the_backend_is_what_was_asked_for(monkeypatch):
+    x = torch.zeros(2, 5, 3)
+    scan = {"log_decay": x, "theta": x, "b": torch.zeros(2, 5, 3, 2)}
+    asked = []
+    monkeypatch.setattr(kernels, "complex_scan_reference", lambda *args: asked.append(args) or (x, x))
+    for value, backend, count in (("reference", None, 1), ("reference", "torch", 1), ("torch", None, 1), ("", None, 1)):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", value)  # a call that says so wins
+        assert kernels.check_backend() == (value or None)
+        kernels.complex_scan(**scan, backend=backend)
+        assert len(asked) == count
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
+    for function in (kernels.check_backend, lambda: kernels.complex_scan(**scan)):
+        with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'tritn'; known: torch, triton, reference"):
+            function()
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "")
+    if kernels.triton is not None and not INTERPRETED:
+        with pytest.raises(ValueError, match="needs CUDA tensors"):
+            kernels.complex_scan(**scan, backend="triton")
+        for q in (torch.ones(1, 1, 2, 2, 2).double(), torch.ones(1, 1, 2, 2, 2)):
+            with pytest.raises(ValueError, match="float32" if q.dtype == torch.float64 else "CUDA"):
+                kernels.born_attention(q, q, q, backend="triton")
+    monkeypatch.setattr(kernels, "triton", None)
+    assert kernels.complex_scan(**scan)[0].dtype == torch.float32
+    with pytest.raises(ValueError, match="not installed"):
+        kernels.complex_scan(**scan, backend="triton")
+
+
+@pytest.mark.skipif(kernels.triton is None, reason="there is no Triton")
+def test_the_default_backend_is_triton_on_cuda_for_what_it_computes():
+    def tensor(dtype, is_cuda):
+        return type("x", (), {"dtype": dtype, "is_cuda": is_cuda, "device": "cuda:0", "numel": lambda _: 1})()
+
+    cuda = tensor(torch.float32, True)
+    for backend, tensors, expected in [
+        (None, (tensor(torch.bfloat16, True), cuda), "triton"),
+        (None, (cuda, tensor(torch.float64, True)), "torch"),
+        (None, (tensor(torch.float32, False),), "torch"),
+        ("torch", (cuda,), "torch"),
+    ]:
+        assert kernels._pick(backend, *tensors)[0] == expected
+
+
+def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kernels.py"])
+
+    def status():
+        with pytest.raises(SystemExit) as stop:
+            kernels.main()
+        return stop.value.code, capsys.readouterr().out.splitlines()
+
+    code, lines = status()
+    assert not code
+    assert sum("e-0" in line for line in lines) >= 13 and "FAILED" not in "".join(lines)
+
+    def broken(x, backend):
+        if backend == "torch":
+            raise RuntimeError("no compiler\nfound")
+        return (x,)
+
+    def wrong(x, backend):
+        return (x * (1 if backend == "reference" else 1.001),)
+
+    inputs = (torch.ones(3, dtype=torch.float64),)
+    cases = [("broken", broken, inputs), ("wrong", wrong, inputs), ("right", lambda x, backend: (2 * x,), inputs)]
+    monkeypatch.setattr(kernels, "check_cases", lambda: cases)
+    code, lines = status()
+    assert code
+    assert "FAILED: RuntimeError: no compiler found" in lines[-3]
+    assert lines[-2].endswith("| FAILED |")
+    assert "FAILED" not in lines[-1]
+
+
+def test_kernels_import_and_compute_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import torch, kernels; x = torch.zeros(1, 3, 2); "
+    code += "print(kernels.complex_scan(x, None, x)[0].shape)"
+    assert "3" in subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+
+
+# ---- what is said of one operation alone ----
 
 
 def test_clamped_scan_is_algorithm_2_and_where_it_departs():
@@ -238,9 +630,8 @@ def test_clamped_scan_is_algorithm_2_and_where_it_departs():
     def relative_error(gate, method):
         log_decay = torch.full((1, T, C), math.log(gate), dtype=torch.float64)
         exact = kernels.complex_scan(log_decay, theta, b, h0, backend="reference")[0]
-        return (
-            (kernels.complex_scan(log_decay, theta, b, h0, method=method)[0] - exact).abs().max() / exact.abs().max()
-        ).item()
+        found = kernels.complex_scan(log_decay, theta, b, h0, method=method)[0]
+        return ((found - exact).abs().max() / exact.abs().max()).item()
 
     assert relative_error(0.63, "clamped") < 1e-3  # 64 log 0.63 = -29.6
     assert relative_error(0.9, "clamped") < 1e-12
@@ -257,153 +648,49 @@ def test_clamped_scan_is_algorithm_2_and_where_it_departs():
     torch.testing.assert_close(h[0, :, 0, 0], torch.tensor([1.0, 2.0, 3.0]))
 
 
-def test_empty_batches_and_widths():
-    for B, C in ((0, 3), (2, 0)):
-        h, hT = kernels.complex_scan(torch.zeros(B, 20, C), torch.zeros(B, 20, C), torch.zeros(B, 20, C, 2))
-        assert h.shape == (B, 20, C, 2)
-        assert hT.shape == (B, C, 2)
-    y, hT = kernels.selective_scan(
-        *(torch.zeros(0, 20, n) for n in (3, 3)), torch.zeros(3, 2), *(torch.zeros(0, 20, 2),) * 2
-    )
-    assert y.shape == (0, 20, 3)
-    assert hT.shape == (0, 3, 2)
+def born_at_extreme_scores(backend, method, T, size=1.0):
+    """The scale of q and k, rows of zeros, and queries orthogonal to the keys, or nearly, where the floor decides."""
+    operation, most = born(method), size * bound(T, 8)
 
+    def o(q, k):
+        given = (x.float().to(DEVICE if backend == "triton" else "cpu") for x in (q, k, v))
+        return operation(*given, backend=backend)[0].cpu().double()
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
-def test_scan_memory_is_linear_in_time():
-    """Forward and backward stay far below one (B, T, E, N) tensor, and below log2(T) copies of the input."""
-    code = """
-import resource, torch, kernels
-torch.set_num_threads(1)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if __import__("sys").platform == "darwin" else 2**10)
-def selective(T, E=512, N=16):
-    x = [torch.rand(1, T, E), torch.rand(1, T, E) / 10, -torch.ones(E, N), torch.rand(1, T, N), torch.rand(1, T, N)]
-    return kernels.selective_scan(*[t.requires_grad_() for t in x])[0].sum()
-def scan(T, C=2048):
-    x = [-torch.rand(1, T, C), torch.rand(1, T, C), torch.rand(1, T, C, 2)]
-    return kernels.complex_scan(*[t.requires_grad_() for t in x])[0].sum()
-selective(64).backward(); scan(64).backward()
-before = peak(); selective(4096).backward(); middle = peak(); scan(2048).backward()
-print(middle - before, peak() - middle)
-"""
-    fixed = ENV | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives every freed tensor back at once
-    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=fixed)
-    selective, scan = map(float, out.split())
-    assert selective < 64  # MB; u is 8, a (B, T, E, N) tensor 128
-    assert scan < 16 * 20  # MB; log_decay is 16, log2(T) copies of the inputs and the output would be 16 * 66
+    q, k, v = (x[:, :1] for x in born_inputs(1, 2, T, 4))
+    exact = kernels.born_attention_reference(q, k, v)
+    for scale in (1e-12, 1e12):  # eq. 5 does not depend on the scale of q or k; nor does the output here
+        for found in (o(q, scale * k), o(scale * q, k)):
+            torch.testing.assert_close(found, exact, atol=2e-5, rtol=0)
+    zero, late = q.clone(), torch.zeros_like(k)
+    zero[:, :, T // 5 : T // 2] = 0  # no direction at all
+    late[:, :, T // 2 :] = k[:, :, T // 2 :]  # no key at first
+    assert (o(zero, k)[:, :, T // 5 : T // 2] == 0).all()
+    assert (o(q, late)[:, :, : T // 2] == 0).all()
+    first, second = torch.zeros_like(q), k.clone()
+    first[..., 0, :], second[..., 0, :] = q[..., 0, :], 2e-3 * k[..., 0, :]  # nearly orthogonal
+    for inputs in ((q, 1e-2 * k, v), (1e2 * q, k, v), (zero, k, v), (q, late, v), (first, second, v)):
+        assert errors(operation, inputs, backend=backend) < most
+    if method == "linear":  # the floor of a past in the state, and alone in the gradient of coordinates that q lacks
+        assert errors(partial(operation, cuts=(64,)), (first, second, v), backend=backend) < most
 
+        def lacking(q, k, v, backend):
+            return operation(q, torch.cat((second[..., :1, :].to(k), k), -2), v, backend=backend)
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"log_decay": torch.zeros(2, 5)}, "log_decay must be"),
-        ({"log_decay": torch.zeros(2, 0, 3)}, "T > 0"),
-        ({"log_decay": torch.zeros(2, 5, 2)}, "log_decay has shape"),
-        ({"theta": torch.zeros(2, 4, 3)}, "theta has shape"),
-        ({"b": torch.zeros(2, 5, 3)}, "b has shape"),
-        ({"h0": torch.zeros(2, 3)}, "h0 has shape"),
-        ({"method": "fast"}, "unknown method"),
-        ({"backend": "cuda"}, "unknown backend"),
-        ({"theta": None, "b": torch.zeros(2, 5, 3), "method": "clamped"}, "complex"),
-    ],
-)
-def test_complex_scan_refuses_what_does_not_fit(change, message):
-    good = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
-    kernels.complex_scan(**good)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernels.complex_scan(**good | change)
-
-
-@pytest.mark.parametrize(
-    ("position", "shape"),
-    [(0, (2, 3)), (0, (2, 0, 3)), (1, (2, 5, 1)), (2, (4, 3)), (3, (2, 5, 3)), (4, (2, 4, 4)), (5, (3, 4))],
-)
-def test_selective_scan_refuses_what_does_not_fit(position, shape):
-    inputs = [torch.zeros(s) for s in ((2, 5, 3), (2, 5, 3), (3, 4), (2, 5, 4), (2, 5, 4), (2, 3, 4))]
-    kernels.selective_scan(*inputs)
-    inputs[position] = torch.zeros(shape)
-    with pytest.raises(ValueError, match="must be|expected"):
-        kernels.selective_scan(*inputs)
-
-
-def born_inputs(B, H, T, N):
-    return tuple(randn(B, H, T, N, 2, seed=s) for s in range(3))
-
-
-def born(method="auto", cut=None):
-    """born_attention(q, k, v) -> (o,) for `errors`, the sequence cut into pieces of `cut` tokens with the state between."""
-
-    def function(q, k, v, backend=None):
-        if backend == "reference" or cut is None:
-            return (kernels.born_attention(q, k, v, method=method, backend=backend)[0],)
-        outputs, state = [], None
-        for part in torch.arange(q.shape[2]).split(cut):
-            o, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, method=method)
-            outputs.append(o)
-        return (torch.cat(outputs, 2),)
-
-    return function
-
-
-BORN_FORMS = {
-    "quadratic": born("quadratic"),
-    "linear": born("linear"),
-    "pieces": born("linear", 37),
-    "steps": born("auto", 1),
-}
-
-
-@pytest.mark.parametrize("form", BORN_FORMS)
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("N", [2, 5, 16, 32])
-def test_born_attention_equals_reference(form, T, N):
-    """Three forms of one operation: value and gradients, also through the state."""
-    if form == "steps" or N == 32:
-        T = min(T, 257)
-    for strided in (False, True):
-        # floor: the first token's output is v_1, so its gradients for q and k are differences that cancel to 0
-        assert errors(BORN_FORMS[form], born_inputs(1, 2, T, N), torch.float32, strided, floor=0.1) < 5e-5
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
-@pytest.mark.parametrize("method", ["quadratic", "linear"])
-def test_born_attention_computes_in_float32(dtype, tolerance, method):
-    assert errors(born(method), born_inputs(1, 2, 200, 7), dtype, strided=True) < tolerance
-    assert kernels.born_attention(*(x.to(dtype) for x in born_inputs(1, 1, 3, 2)))[0].dtype == torch.float32
+        assert errors(lacking, (first, second[..., 1:, :], v), backend=backend) < most
+    second[..., : T // 2, :1, :] = 0  # orthogonal to the first half of the keys
+    found = o(first, second)
+    assert (found[:, :, : min(64, T // 2)] == 0).all()  # the chunk's own scores are exact, not a difference of features
+    torch.testing.assert_close(found[:, :, T // 2 :], kernels.born_attention_reference(first, second, v)[:, :, T // 2 :], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("method", ["quadratic", "linear"])
 def test_born_attention_at_extreme_scores(method):
-    """Scores from 1e-4 to 1e4 times, keys of zero, and queries orthogonal to the first keys."""
-    q, k, v = born_inputs(1, 2, 200, 4)
-    for scale in (1e-12, 1e-2, 1e2, 1e12):  # eq. 5 does not depend on the scale of q or k; nor does the output here
-        for inputs in ((q, scale * k, v), (scale * q, k, v)):
-            o = kernels.born_attention(*(x.float() for x in inputs), method=method)[0].double()
-            torch.testing.assert_close(o, kernels.born_attention_reference(q, k, v), atol=2e-5, rtol=0)
-    for scale in (1e-2, 1e2):
-        assert errors(born(method), (q, scale * k, v), torch.float32) < 2e-5
-        assert errors(born(method), (scale * q, k, v), torch.float32) < 2e-5
-    zero = q.clone()
-    zero[:, :, 40:90] = 0  # no direction at all
-    assert errors(born(method), (zero, k, v), torch.float32) < 2e-5
-    assert (kernels.born_attention(zero.float(), k.float(), v.float(), method=method)[0][:, :, 40:90] == 0).all()
-    half = torch.zeros_like(k)
-    half[:, :, 100:] = k[:, :, 100:]  # no key at first: the output is 0 there, and finite gradients
-    o, _ = kernels.born_attention(q.float(), half.float(), v.float(), method=method)
-    assert (o[:, :, :100] == 0).all()
-    assert errors(born(method), (q, half, v), torch.float32) < 2e-5
-    first, second = q.clone(), k.clone()
-    first[..., 2:, :], second[..., :90, :2, :], second[..., :90, 2:, :] = 0, 0, 1  # orthogonal to the first 90 keys
-    o, _ = kernels.born_attention(first.float(), second.float(), v.float(), method=method)
-    expected = kernels.born_attention_reference(first, second, v)
-    torch.testing.assert_close(o[:, :, 90:].double(), expected[:, :, 90:], atol=2e-5, rtol=0)
-    assert (o[:, :, :64] == 0).all()  # the chunk's own scores are exact, not a difference of features
-    assert o.isfinite().all()
+    born_at_extreme_scores("torch", method, 200)
 
 
-@pytest.mark.parametrize("form", BORN_FORMS)
-def test_born_attention_of_orthogonal_queries_is_bounded(form):
+@pytest.mark.parametrize("cut", [None, 37, 1])
+@pytest.mark.parametrize("method", ["quadratic", "linear"])
+def test_born_attention_of_orthogonal_queries_is_bounded(method, cut):
     """Queries in a random orthogonal complement of the old keys: what is left is the rounding of the features, and neither
     output nor gradients may blow it up."""
     N, T = 16, 200
@@ -412,55 +699,49 @@ def test_born_attention_of_orthogonal_queries_is_bounded(form):
     q[:, : N // 2], k[:, N // 2 :] = 0, 0
     q, k = (torch.view_as_real(x @ basis.mT).view(1, 1, T, N, 2).float().requires_grad_() for x in (q, k))
     v = randn(1, 1, T, N, 2, seed=5).float().requires_grad_()
-    o = BORN_FORMS[form](q, k, v)[0]
+    o = born(method, cut)(q, k, v)[0]
     assert o.abs().max() < v.abs().max()
     assert all(x.abs().max() < 1e4 for x in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
-def negative_past(dtype):
-    """q, k, v, and S and the keys and values of a state in which the features of q have a negative weight, as rounding can make
-    it after a long past: the masses 1 and 1, and 8 for the feature that has the other sign."""
-    q = torch.tensor([[1.0, 0.0], [-0.5, 0.0]]).expand(1, 1, 3, 2, 2).to(dtype)
-    S = randn(1, 1, 4, 5).to(dtype)
+def negative_past(backend, dtype, method):
+    """o and gradients after a past whose state gives the features of q a negative weight, as rounding can make it: the masses
+    1 and 1, and 8 for the feature that has the other sign."""
+    q = torch.tensor([[1.0, 0.0], [-0.5, 0.0]]).expand(1, 1, 3, 2, 2)
+    S = randn(1, 1, 4, 5)
     S[..., -1] = torch.tensor([1.0, 0.0, 8.0, 1.0])
-    k, v = 0.1 * randn(1, 1, 3, 2, 2, seed=1).to(dtype), randn(1, 1, 3, 2, 2, seed=2).to(dtype)
-    return [x.clone().requires_grad_() for x in (q, k, v, S)]
+    k, v = 0.1 * randn(1, 1, 3, 2, 2, seed=1), randn(1, 1, 3, 2, 2, seed=2)
+    leaves = [x.to(DEVICE if backend == "triton" else "cpu", dtype, copy=True).requires_grad_() for x in (q, k, v, S)]
+    q, k, v, S = leaves
+    o, _ = kernels.born_attention(q, k, v, (S, k[:, :, :0], v[:, :, :0]), method, backend)
+    return [x.detach().cpu().double() for x in (o, *torch.autograd.grad(o.sum(), leaves))]
+
+
+def assert_negative_past(backend, dtype, method):
+    """The weight counts as 0: the reference says so, and its numerator stays."""
+    expected = negative_past("reference", torch.float64, method)
+    assert expected[0].abs().max() > 1e4  # over the floor
+    for x, y in zip(negative_past(backend, dtype, method), expected):
+        assert (x - y).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-9) * y.abs().max()
 
 
 @pytest.mark.parametrize("method", ["quadratic", "linear"])
 def test_born_weights_of_a_state_are_not_negative(method):
-    def function(q, k, v, S):
-        return kernels.born_attention(q, k, v, (S, k[:, :, :0], v[:, :, :0]), method)[0]
-
-    q, k, v, S = leaves = negative_past(torch.float64)
-    unit, k_, u = kernels._unit(kernels._flat(q)), kernels._flat(k), kernels._with_one(kernels._flat(v))
-    s = kernels._features(unit) @ S
-    assert (s[..., -1] < -1).all()
-    s = s + kernels._scores(unit[0], k_[0])[2] @ u
-    floor = 1e-6 * (2 + k_.square().sum(-1, keepdim=True).cumsum(2))
-    expected = torch.stack((s[..., :-1] / floor).chunk(2, -1), -1)
-    torch.testing.assert_close(function(*leaves), expected, atol=0, rtol=1e-6)
-    assert torch.autograd.gradcheck(lambda *x: 1e-6 * function(*x), leaves)
+    assert_negative_past("torch", torch.float64, method)
 
 
-def test_born_gradients_are_the_derivatives():
-    for method in ("quadratic", "linear"):
-        leaves = [x.requires_grad_() for x in born_inputs(1, 1, 66, 2)]
-        assert torch.autograd.gradcheck(born(method, 65), leaves, atol=1e-4, fast_mode=True)
-        assert torch.autograd.gradcheck(born(method), [x[:, :, :9].detach().requires_grad_() for x in leaves])
-
-
-def test_auto_picks_the_form_for_length_and_width(monkeypatch):
-    picked = []
-    real = kernels._born_sum
+def test_auto_takes_the_faster_form(monkeypatch):
+    """Seen by the operator's argument: the linear form from T = max(384, 3 N^2) on."""
+    picked, real = [], kernels._born_sum
     monkeypatch.setattr(kernels, "_born_sum", lambda *args: picked.append(args[-1]) or real(*args))
     for T, N in ((383, 2), (384, 2), (700, 16), (768, 16), (1024, 32), (3072, 32)):
-        kernels.born_attention(*(torch.ones(1, 1, T, N, 2) for _ in range(3)))
+        kernels.born_attention(*(torch.ones(1, 1, T, N, 2) for _ in range(3)), backend="torch")
     assert picked == [False, True, False, True, False, True]
 
 
 def test_born_state_is_small_and_the_sum_it_says():
-    """However the past was cut, S and the newest tokens are the same, and as large after 5 chunks as after 50."""
+    """However the past was cut, S and the newest tokens are the same, and as large after 5 chunks as after 50. S holds what
+    the reference goes on from, and what other backends do."""
     q, k, v = (x.float() for x in born_inputs(1, 2, 340, 3))
     states = []
     for cut in (340, 64, 100, 1):
@@ -472,277 +753,31 @@ def test_born_state_is_small_and_the_sum_it_says():
         torch.testing.assert_close(S, states[0][0], atol=1e-4, rtol=1e-4)
         assert torch.equal(tail_k, k[:, :, 320:])
         assert torch.equal(tail_v, v[:, :, 320:])
-    feature = kernels._features(kernels._flat(k[:, :, :320]).double())
-    u = kernels._with_one(kernels._flat(v[:, :, :320])).double()
-    torch.testing.assert_close(states[0][0].double(), feature.mT @ u, atol=1e-4, rtol=1e-4)
-    x, y = (torch.view_as_complex(t.double().contiguous()) for t in (q[0, 0], k[0, 0]))
-    weights = (x.conj() * y).sum(-1).abs().square()
-    products = (
-        kernels._features(kernels._flat(q[0, 0].double())) * kernels._features(kernels._flat(k[0, 0].double()))
-    ).sum(-1)
-    torch.testing.assert_close(products, weights)  # phi(x).phi(y) = |<x|y>|^2
-
-
-def test_born_state_of_the_reference_goes_on_elsewhere():
+    assert states[0][0].shape == (1, 2, 9, 7)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        q, k, v = (x.to(dtype) for x in born_inputs(1, 2, 70, 3))
+        q, k, v = (x.to(dtype) for x in born_inputs(1, 2, 150, 3))
         whole, _ = kernels.born_attention(q, k, v, backend="reference")
-        first, state = kernels.born_attention(*(x[:, :, :66] for x in (q, k, v)), backend="reference")
-        rest, _ = kernels.born_attention(*(x[:, :, 66:] for x in (q, k, v)), state)
-        assert whole.dtype == first.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        torch.testing.assert_close(torch.cat((first, rest), 2), whole, atol=1e-4, rtol=0)
-
-
-def test_born_attention_is_deterministic_and_keeps_its_inputs():
-    torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
-    try:
-        for method in ("quadratic", "linear"):
-            runs = []
-            for _ in range(2):
-                leaves = [x.float().requires_grad_() for x in born_inputs(1, 2, 200, 5)]
-                before = [x.detach().clone() for x in leaves]
-                o, _ = kernels.born_attention(*leaves, method=method)
-                runs.append([o, *torch.autograd.grad(o.sum(), leaves)])
-                assert all(torch.equal(x, y) for x, y in zip(leaves, before))
-            assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*runs))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_born_attention_under_autocast_stays_float32():
-    leaves = [x.float().requires_grad_() for x in born_inputs(1, 2, 200, 8)]
-    plain = kernels.born_attention(*leaves)[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed, state = kernels.born_attention(*leaves)
-        gradients = torch.autograd.grad(mixed.sum(), leaves)
-        pieces = born("auto", 50)(*leaves)[0]  # a state is folded under autocast too
-    assert torch.equal(plain, mixed)
-    torch.testing.assert_close(pieces, plain, atol=1e-5, rtol=0)
-    assert {x.dtype for x in tensors(state)} == {torch.float32}
-    assert all(torch.equal(x, y) for x, y in zip(gradients, torch.autograd.grad(plain.sum(), leaves)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": torch.zeros(1, 2, 5, 3)}, "q has shape (1, 2, 5, 3); expected (B, H, T, N, 2)"),
-        ({"q": torch.zeros(1, 2, 0, 3, 2)}, "with T and N > 0"),
-        ({"q": torch.zeros(1, 2, 5, 3, 3)}, "q has shape"),
-        ({"k": torch.zeros(1, 2, 4, 3, 2)}, "k has shape (1, 2, 4, 3, 2); expected (1, 2, 5, 3, 2)"),
-        ({"k": torch.zeros(1, 1, 5, 3, 2)}, "k has shape"),
-        ({"v": torch.zeros(1, 2, 5, 4, 2)}, "v has shape"),
-        (
-            {"v": torch.zeros(1, 2, 5, 3, 2, device="meta")},
-            "v (1, 2, 5, 3, 2) is torch.float32 on meta; expected torch.float32 on cpu",
-        ),
-        (
-            {"state": (torch.zeros(1, 2, 9, 8), torch.zeros(1, 2, 0, 3, 2), torch.zeros(1, 2, 0, 3, 2))},
-            "S of the state has",
-        ),
-        ({"state": (None, torch.zeros(1, 2, 3, 4, 2), torch.zeros(1, 2, 3, 3, 2))}, "k of the state has shape"),
-        ({"state": (None, torch.zeros(1, 2, 3, 3, 2), torch.zeros(1, 2, 4, 3, 2))}, "v of the state has shape"),
-        ({"state": (None, torch.zeros(1, 2, 3, 2), torch.zeros(1, 2, 3, 2))}, "k of the state has shape (1, 2, 3, 2)"),
-        ({"state": (None, torch.zeros(1, 2, 3, 3, 2))}, "state has 2 parts"),
-        (
-            {"state": (None, *[torch.zeros(1, 2, 3, 3, 2).double()] * 2)},
-            "is torch.float64 on cpu; expected torch.float32",
-        ),
-        (
-            {"k": torch.zeros(1, 2, 5, 3, 2).bfloat16()},
-            "k (1, 2, 5, 3, 2) is torch.bfloat16 on cpu; expected torch.float32",
-        ),
-        ({"q": torch.zeros(1, 2, 5, 3, 2).int()}, "q is torch.int32; expected"),
-        ({"q": torch.zeros(1, 2, 5, 0, 2)}, "with T and N > 0"),
-        ({"method": "softmax"}, "unknown method 'softmax'"),
-        ({"backend": "cuda"}, "unknown backend 'cuda'"),
-    ],
-)
-def test_born_attention_refuses_what_does_not_fit(change, message):
-    good = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"}
-    kernels.born_attention(**good)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernels.born_attention(**good | change)
-
-
-def phase_inputs(B, H, T, d, real=False):
-    pair = () if real else (2,)
-    q, k, v = (randn(B, H, T, d, *pair, seed=s) for s in range(3))
-    return q, k, v, -torch.nn.functional.softplus(randn(B, H, T, seed=3) - 2), randn(B, H, d, d, *pair, seed=4)
-
-
-def phase(form, real=False):
-    """phase_memory(...) -> (y, S) for `errors`: in "chunks", by "steps", or in "pieces" with the state between."""
-
-    def function(q, k, v, log_gamma, state, backend=None):
-        if backend == "reference" or form == "chunks":
-            return kernels.phase_memory(q, k, v, log_gamma, state, real, backend)
-        ys, cut = [], 1 if form == "steps" else 37
-        for part in torch.arange(q.shape[2]).split(cut):
-            y, state = kernels.phase_memory(*(x[:, :, part] for x in (q, k, v, log_gamma)), state, real)
-            ys.append(y)
-        return torch.cat(ys, 2), state
-
-    return function
-
-
-@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
-@pytest.mark.parametrize("form", ["chunks", "pieces", "steps"])
-@pytest.mark.parametrize("T", LENGTHS)
-@pytest.mark.parametrize("d", [1, 5, 16])
-def test_phase_memory_equals_reference(form, T, d, real):
-    """Value, gradients and final state, all with an initial state."""
-    T = min(T, 257) if form == "steps" else T
-    for strided in (False, True):
-        assert errors(phase(form, real), phase_inputs(2, 2, T, d, real), torch.float32, strided) < 2e-5
+        for backends in (("reference", "reference"), ("torch", "reference"), ("reference", "torch")):
+            outputs, state = [], None
+            for backend, part in zip(backends, (slice(0, 130), slice(130, None))):
+                o, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, backend=backend)
+                outputs.append(o)
+            torch.testing.assert_close(torch.cat(outputs, 2), whole, atol=1e-9 if dtype == torch.float64 else 1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
 @pytest.mark.parametrize("T", [1, 7, 130])
 def test_dual_form_equals_reference(T, real):
-    """The paper's O(T^2) form, forward and backward."""
+    """PAM eq. 7, the O(T^2) form, forward and backward."""
+    dual = lambda *x, backend=None: (kernels.phase_memory(*x, real=real, backend=backend or "dual")[0],)  # noqa: E731
     inputs = phase_inputs(2, 2, T, 6, real)
-
-    def dual(*x, backend=None):
-        return (kernels.phase_memory(*x, real=real, backend=backend or "dual")[0],)
-
-    assert errors(dual, inputs, torch.float32) < 5e-6
-    q, k, v, log_gamma, _ = inputs
-    y, S = kernels.phase_memory(q, k, v, log_gamma, real=real, backend="dual")
+    assert errors(dual, inputs) < bound(T, 6)
+    y, S = kernels.phase_memory(*inputs[:4], real=real, backend="dual")
     assert S is None
+    torch.testing.assert_close(y, kernels.phase_memory_reference(*inputs[:4], real=real)[0])
     with torch.autocast("cpu", torch.bfloat16):
         mixed = dual(*(x.float() for x in inputs))[0]
     assert torch.equal(mixed, dual(*(x.float() for x in inputs))[0])
-    torch.testing.assert_close(y, kernels.phase_memory_reference(q, k, v, log_gamma, real=real)[0])
-
-
-@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
-def test_phase_memory_at_extreme_gates(real):
-    """gamma from exactly 1 over 1/2 to 0, also in turns: beside a gate near 0 those near 1 keep all their digits."""
-    q, k, v, _, S = phase_inputs(1, 2, 200, 4, real)
-    for value in (0.0, -1e-9, -0.7, -20.0, -200.0, -1e5):
-        gates = torch.full((1, 2, 200), value, dtype=torch.float64)
-        assert errors(phase("chunks", real), (q, k, v, gates, S), torch.float32) < 1e-5
-        turns = torch.where(torch.arange(200) % 3 == 0, gates, -1e-3)
-        assert errors(phase("chunks", real), (q, k, v, turns, S), torch.float32) < 1e-5
-    closed = torch.where(torch.arange(200) == 90, -torch.inf, -0.1).expand(1, 2, 200)
-    leaves = [x.float().requires_grad_() for x in (q, k, v, closed, S)]
-    y, end = kernels.phase_memory(*leaves, real=real)
-    grads = torch.autograd.grad(y[:, :, 90:].sum() + end.sum(), leaves)
-    assert all(x.isfinite().all() for x in (y, end, *grads))
-    assert all((x[:, :, :90] == 0).all() for x in grads[:4])  # what was forgotten has no influence
-    assert (grads[4] == 0).all()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
-def test_phase_memory_computes_in_float32(dtype, tolerance):
-    inputs = phase_inputs(1, 2, 300, 7)
-    assert errors(phase("chunks"), inputs, dtype, strided=True) < tolerance
-    y, S = kernels.phase_memory(*(x.to(dtype) for x in inputs))
-    assert y.dtype == S.dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = kernels.phase_memory(*(x.float() for x in inputs))
-    for x, y in zip(mixed, kernels.phase_memory(*(x.float() for x in inputs))):
-        assert torch.equal(x, y)
-
-
-def test_phase_gradients_are_the_derivatives():
-    for real in (False, True):
-        for form in ("chunks", "steps"):
-            leaves = [x.requires_grad_() for x in phase_inputs(1, 1, 7, 2, real)]
-            assert torch.autograd.gradcheck(phase(form, real), leaves)
-        leaves = [x.requires_grad_() for x in phase_inputs(1, 1, 130, 2, real)]
-        assert torch.autograd.gradcheck(phase("chunks", real), leaves, fast_mode=True)
-
-
-@pytest.mark.parametrize("operation", ["selective_scan", "phase_memory"])
-def test_gradients_of_one_output_alone(operation):
-    """The state without the outputs, and the outputs without the state, as when a training step drops the state."""
-    inputs = selective_inputs(2, 40, 3, 4) if operation == "selective_scan" else phase_inputs(1, 2, 70, 3)
-    inputs = [x.requires_grad_() for x in inputs]
-    for i in (0, 1):
-        found, expected = (
-            torch.autograd.grad(getattr(kernels, name)(*inputs)[i].sum(), inputs, allow_unused=True)
-            for name in (operation, f"{operation}_reference")
-        )
-        for x, y in zip(found, expected):
-            torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y)
-
-
-def test_phase_memory_is_deterministic_and_keeps_its_inputs():
-    torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
-    try:
-        for real in (False, True):
-            runs = []
-            for _ in range(2):
-                leaves = [x.float().requires_grad_() for x in phase_inputs(1, 2, 200, 5, real)]
-                before = [x.detach().clone() for x in leaves]
-                outputs = kernels.phase_memory(*leaves, real=real)
-                runs.append([*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves)])
-                assert all(torch.equal(x, y) for x, y in zip(leaves, before))
-            assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*runs))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_phase_memory_compiles():
-    for real in (False, True):
-        leaves = [x.float().requires_grad_() for x in phase_inputs(1, 2, 100, 4, real)]
-
-        def function(*x, real=real):
-            return kernels.phase_memory(*x, real=real)
-
-        outputs = function(*leaves), torch.compile(function, backend="aot_eager", fullgraph=True)(*leaves)
-        grads = [torch.autograd.grad(sum(x.sum() for x in out), leaves) for out in outputs]
-        for x, y in zip((*outputs[0], *grads[0]), (*outputs[1], *grads[1])):
-            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
-        torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": torch.zeros(1, 2, 5, 3)}, "q has shape (1, 2, 5, 3); expected (B, H, T, d, 2)"),
-        ({"q": torch.zeros(1, 2, 0, 3, 2)}, "with T and d > 0"),
-        ({"real": True}, "expected (B, H, T, d) with"),
-        ({"k": torch.zeros(1, 2, 4, 3, 2)}, "k has shape (1, 2, 4, 3, 2); expected (1, 2, 5, 3, 2)"),
-        ({"v": torch.zeros(1, 2, 5, 4, 2)}, "v has shape"),
-        ({"log_gamma": torch.zeros(1, 2, 5, 1)}, "log_gamma has shape"),
-        ({"state": torch.zeros(1, 2, 3, 3)}, "state has shape"),
-        ({"k": torch.zeros(1, 2, 5, 3, 2, device="meta")}, "k is on meta; expected cpu"),
-        ({"v": torch.zeros(1, 2, 5, 3, 2).int()}, "v is torch.int32; expected a float dtype"),
-        ({"backend": "cuda"}, "unknown backend 'cuda'"),
-        ({"backend": "step"}, "backend='step' takes one token, not 5"),
-    ],
-)
-def test_phase_memory_refuses_what_does_not_fit(change, message):
-    good = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"} | {"log_gamma": torch.zeros(1, 2, 5)}
-    kernels.phase_memory(**good)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernels.phase_memory(**good | change)
-
-
-@pytest.mark.parametrize("backend", [None, "torch", "triton", "reference", "dual", "step"])
-def test_empty_batches(backend):
-    """No sequence at all, forward and backward, and on from the state."""
-    T = 1 if backend == "step" else 70
-    for real in (False, True):
-        leaves = [x.float().requires_grad_() for x in phase_inputs(0, 2, T, 3, real)]
-        y, S = kernels.phase_memory(*leaves, real=real, backend=backend)
-        assert y.shape == leaves[2].shape
-        assert S is None or S.shape == leaves[4].shape
-        outputs = [y] if S is None else [y, S]
-        grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
-        assert [x.shape for x in grads] == [x.shape for x in leaves]
-    if backend in ("dual", "step"):
-        return
-    for method in ("quadratic", "linear"):
-        leaves = [x.float().requires_grad_() for x in born_inputs(0, 2, T, 3)]
-        o, state = kernels.born_attention(*leaves, method=method, backend=backend)
-        assert o.shape == leaves[0].shape
-        grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
-        assert [x.shape for x in grads] == [x.shape for x in leaves]
-        more, _ = kernels.born_attention(*leaves, state, method, backend="torch")
-        assert more.shape == leaves[0].shape
 
 
 def unitary_columns(d, seed=0):
@@ -768,44 +803,6 @@ def test_retrieval_with_orthogonal_keys_is_lossless():
     turned = torch.view_as_real(torch.view_as_complex(k[:, :, :1].contiguous()) * 1j)
     y, _ = kernels.phase_memory(turned, zero, zero, torch.zeros(1, 1, 1).double(), S)
     torch.testing.assert_close(torch.view_as_complex(y[0, 0, 0]), 1j * values[0])
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
-def test_phase_memory_is_linear_in_time():
-    """Peak memory of forward and backward: some copies of the inputs, no (T, T) scores and no state for every token."""
-    code = """
-import resource, sys, torch, kernels
-torch.set_num_threads(1)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-def run(T):
-    leaves = [torch.randn(1, 4, T, 16, 2, requires_grad=True) for _ in range(3)]
-    kernels.phase_memory(*leaves, -torch.rand(1, 4, T, requires_grad=True))[0].sum().backward()
-run(64)
-before = peak(); run(8192); print(peak() - before)
-"""
-    fixed = ENV | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives every freed tensor back at once
-    added = float(subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=fixed))
-    assert added < 120  # MB; an input is 4, the scores would be 2048, a state a token 67
-
-
-def test_self_check_fails_where_a_kernel_is_off(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["kernels.py"])
-    with pytest.raises(SystemExit) as stop:
-        kernels.main()
-    assert not stop.value.code
-    out = capsys.readouterr().out
-    assert out.count("e-0") >= 16
-    assert "FAILED" not in out
-
-    def off(x, backend):
-        return (2.001 * x if backend == "torch" else 2 * x,)
-
-    monkeypatch.setattr(kernels, "check_cases", lambda: [("off", off, (randn(3),))])
-    with pytest.raises(SystemExit) as stop:
-        kernels.main()
-    assert stop.value.code
-    assert "FAILED" in capsys.readouterr().out
 
 
 def test_temperature_cancels():
@@ -889,202 +886,76 @@ def test_real_born_cell_squares_the_real_product():
         assert o[..., 1].abs().max() < 1e-12
 
 
-OPERATIONS = {  # name: function, inputs in float64
-    "complex_scan": (kernels.complex_scan, lambda: (-randn(2, 9, 3).abs(), randn(2, 9, 3), randn(2, 9, 3, 2), randn(2, 3, 2))),
-    "real_scan": (real_scan, lambda: (-randn(2, 9, 3).abs(), randn(2, 9, 3), randn(2, 3))),
-    "cayley_scan": (kernels.cayley_scan, lambda: cayley_inputs(2, 9, 2, 3)),
-    "selective_scan": (kernels.selective_scan, lambda: selective_inputs(2, 9, 3, 2)),
-    "born_attention": (lambda *x, **kw: kernels.born_attention(*x, **kw)[:1], lambda: born_inputs(2, 2, 9, 3)),
-    "phase_memory": (kernels.phase_memory, lambda: phase_inputs(2, 2, 9, 3)),
-    "real_memory": (partial(kernels.phase_memory, real=True), lambda: phase_inputs(2, 2, 9, 3, True)),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_forward_mode_is_right_by_the_reference_and_refused_elsewhere(name, monkeypatch):
-    function, inputs = OPERATIONS[name][0], OPERATIONS[name][1]()
-    tangents = tuple(torch.cos(x) for x in inputs)
-
-    def dual_numbers(function, inputs, tangents):
-        with torch.autograd.forward_ad.dual_level():
-            duals = [torch.autograd.forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents)]
-            return [torch.autograd.forward_ad.unpack_dual(x).tangent for x in function(*duals)]
-
-    refused = pytest.raises(NotImplementedError, match="backend='reference'")
-    for i, x in enumerate(inputs):  # a tangent of one input alone is enough
-
-        def of_one(x, i=i):
-            return function(*inputs[:i], x, *inputs[i + 1 :])
-
-        for transform in (
-            lambda: torch.func.jvp(of_one, (x,), (tangents[i],)),  # noqa: B023
-            lambda: dual_numbers(of_one, (x,), (tangents[i],)),  # noqa: B023
-            lambda: torch.func.jacfwd(of_one)(x),  # noqa: B023
-        ):
-            with refused:
-                transform()
-    with torch.autograd.forward_ad.dual_level():
-        function(*inputs)  # nobody asks for a tangent
-    exact = partial(function, backend="reference")
-    step = 1e-6
-    ahead, behind = (exact(*(x + sign * step * t for x, t in zip(inputs, tangents))) for sign in (1, -1))
-    expected = [(x - y) / (2 * step) for x, y in zip(ahead, behind)]
-    for found in (torch.func.jvp(exact, inputs, tangents)[1], dual_numbers(exact, inputs, tangents)):
-        for x, y in zip(found, expected):
-            torch.testing.assert_close(x, y, atol=1e-8, rtol=1e-7)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_reference_returns_what_other_backends_return(name, dtype, monkeypatch):
-    """The same dtypes and shapes, forward and backward, as a backend of the call and of the environment."""
-    function, inputs = OPERATIONS[name][0], OPERATIONS[name][1]()
-    runs = []
-    for backend, variable in (("torch", ""), ("reference", ""), (None, "reference")):
-        monkeypatch.setenv("NANOHILBERT_BACKEND", variable)
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        outputs = function(*leaves, backend=backend)
-        runs.append([*outputs, *torch.autograd.grad(sum(x.float().sum() for x in outputs), leaves)])
-    for run in runs[1:]:
-        for x, y in zip(run, runs[0]):
-            torch.testing.assert_close(x, y, **({} if dtype != torch.bfloat16 else {"atol": 0.1, "rtol": 0.1}))
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_no_step_is_refused_and_no_sequence_is_empty(name, backend):
-    function, inputs = OPERATIONS[name][0], [x.float() for x in OPERATIONS[name][1]()]
-    none = [x[:0] if x.shape[0] == 2 and (name, i) != ("cayley_scan", 3) else x for i, x in enumerate(inputs)]
-    assert [x.shape[0] for x in function(*none, backend=backend)][:1] == [0]
-    time = 2 if name in ("born_attention", "phase_memory", "real_memory") else 1
-    with pytest.raises(ValueError, match="T"):
-        function(*(x.narrow(time, 0, 0) if x.dim() > time and x.shape[time] == 9 else x for x in inputs), backend=backend)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_complex_and_integer_inputs_are_refused(name):
-    function, inputs = OPERATIONS[name][0], [x.float() for x in OPERATIONS[name][1]()]
-    for i, x in enumerate(inputs):
-        for wrong, message in ((x.to(torch.complex64), r"complex64.*torch\.view_as_real"), (x.int(), "int32.*float")):
-            with pytest.raises(ValueError, match=message):
-                function(*inputs[:i], wrong, *inputs[i + 1 :])
-
-
-def test_born_reference_goes_on_from_any_state():
-    q, k, v = born_inputs(1, 2, 150, 3)
-    whole, _ = kernels.born_attention(q, k, v, backend="reference")
-    for backends in (("reference", "reference"), ("torch", "reference"), ("reference", "torch")):
-        outputs, state = [], None
-        for backend, part in zip(backends, (slice(0, 130), slice(130, None))):
-            o, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, backend=backend)
-            outputs.append(o)
-        torch.testing.assert_close(torch.cat(outputs, 2), whole)
-
-
-def test_environment_names_a_backend(monkeypatch):
-    for value, backend in (("", None), ("torch", "torch"), ("reference", "reference")):
-        monkeypatch.setenv("NANOHILBERT_BACKEND", value)
-        assert kernels.check_backend() == backend
-    monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
-    with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'tritn'; known: torch, triton, reference"):
-        kernels.check_backend()
-
-
-# ---- Triton kernels: on a GPU, or in a process of their own in Triton's interpreter ----
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-compiles = pytest.mark.skipif(kernels.triton is None or INTERPRETED, reason="needs Triton, not interpreted")
-needs_triton = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="see test_interpreter")
+# ---- Triton kernels: on a GPU, or in Triton's interpreter ----
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Blocks that a short test crosses several times, and no memory that happens to be zero."""
+    """Blocks that a short test crosses several times: the interpreter is slow."""
     sizes = {"SCAN_TILES": ((8, 4), (4, 4)), "SELECTIVE_TILE": (8, 8), "SELECTIVE_CHUNK": 8, "SELECTIVE_PROGRAMS": 4}
+    # the tiles of Born attention and of the phase memory are divided for float32
+    sizes |= {"BORN_TILE": (16, 16, 16), "BORN_SPAN": 64, "PHASE_TILE": (64, 32, 32)}
     for name, value in sizes.items():
         monkeypatch.setattr(kernels, name, value)
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        function = getattr(owner, name)
-
-        def poisoned(*args, function=function, **kwargs):
-            x = function(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() else x
-
-        monkeypatch.setattr(owner, name, poisoned)
 
 
-def cayley_inputs(B, T, H, N):
-    delta, gate = (3 * randn(B, T, H, N, seed=i) for i in (0, 1))
-    return (
-        delta,
-        0.1 * randn(B, T, H, seed=2).sigmoid(),
-        gate,
-        5 * randn(H, N, seed=3),
-        randn(B, T, H, N, 2),
-        randn(B, H, N, 2),
-    )
+def on_triton(*tensors):
+    return [x.detach().to(DEVICE, torch.float32, copy=True).requires_grad_() for x in tensors]
 
 
-def ungated_scan(delta, dt, omega, b, h0, **kwargs):
-    return kernels.cayley_scan(delta, dt, None, omega, b, h0, **kwargs)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("B", "T", "segments"), [(2, 1, 1), (1, 2, 1), (1, 7, 1), (1, 8, 1), (1, 35, 1), (1, 9, 9), (2, 25, 2), (1, 35, 3)]
-)
-def test_triton_scan(B, T, segments, small_tiles, monkeypatch):
-    """T over several tiles of 8, channels over several blocks of 4, time whole or cut into segments of whole tiles."""
-    monkeypatch.setattr(kernels, "SCAN_PROGRAMS", segments * B * 2)
-    strided, C = segments > 1, 5
-    inputs = -randn(B, T, C).abs(), 3 * randn(B, T, C, seed=1), randn(B, T, C, 2, seed=2), randn(B, C, 2)
-    assert errors(kernels.complex_scan, inputs, torch.float32, strided, backend="triton") < 2e-6
-    inputs = inputs[0], inputs[2][..., 0], inputs[3][..., 0]
-    assert errors(real_scan, inputs, torch.float32, strided, backend="triton") < 2e-6
-    inputs = (
-        cayley_inputs(B, T, 3, 2) if T == 7 else cayley_inputs(B, T, 2, 3)
-    )  # a block half full; 3 of 4 columns used
-    assert errors(kernels.cayley_scan, inputs, torch.float32, strided, backend="triton") < 2e-6
-    assert errors(ungated_scan, (*inputs[:2], *inputs[3:]), torch.float32, strided, backend="triton") < 2e-6
+SEGMENTS = "SCAN_PROGRAMS"  # twice as many segments as this, of whole tiles
+TRITON_SHAPES = [  # operation, B, T, n; cuts; constants of kernels.py
+    ("complex", 2, 1, 1, (), {}), ("complex", 1, 35, 5, (), {}), ("complex", 2, 25, 5, (), {"SCAN_PROGRAMS": 8}),
+    ("complex", 1, 9, 5, (), {"SCAN_PROGRAMS": 18}), ("real", 1, 8, 3, (), {}), ("real", 1, 35, 5, (), {"SCAN_PROGRAMS": 6}),
+    ("cayley", 1, 7, 3, (), {}), ("cayley", 2, 25, 2, (), {"SCAN_PROGRAMS": 8}),  # 3 of 4 columns of a head; two heads a block
+    ("cayley", 1, 9, 5, (), {}),  # a head wider than a tile, which grows in channels and shrinks in time
+    ("ungated", 1, 9, 3, (), {}), ("ungated", 1, 20, 2, (), {"SCAN_PROGRAMS": 6}),
+    ("selective", 2, 1, 1, (), {}), ("selective", 2, 7, 4, (), {}), ("selective", 2, 26, 8, (), {}),
+    ("quadratic", 1, 1, 2, (), {}), ("quadratic", 2, 7, 3, (), {}), ("quadratic", 1, 33, 5, (), {}),
+    ("quadratic", 1, 70, 8, (), {"BORN_TILE": (64, 32, 32)}), ("quadratic", 1, 70, 8, (), {"BORN_TILE": (64, 64, 32)}),
+    ("quadratic", 1, 20, 33, (), {}),
+    ("linear", 1, 1, 3, (), {}), ("linear", 2, 7, 1, (), {}), ("linear", 1, 65, 5, (), {}), ("linear", 1, 66, 9, (), {}),
+    ("linear", 1, 140, 3, (70, 139), {}),
+    ("linear", 1, 130, 5, (), {"BORN_TILE": (64, 128, 64), "BORN_FEATURES": 64, "BORN_SPAN": 128}),
+    *((name, *rest) for name in ("phase", "memory") for rest in [
+        (2, 1, 3, (), {}), (2, 7, 5, (), {}), (1, 33, 4, (20,), {}), (1, 35, 20, (), {}),
+        (1, 20, 40, (), {"PHASE_TILE": (64, 64, 32)}), (1, 20, 40, (), {"PHASE_TILE": (64, 32, 64)}),
+    ]),
+]  # fmt: skip
 
 
 @needs_triton
-def test_triton_without_elements():
-    assert kernels.complex_scan(torch.zeros(0, 5, 3), None, torch.zeros(0, 5, 3), backend="triton")[0].shape == (
-        0,
-        5,
-        3,
-    )
-    h, hT = kernels.cayley_scan(*(x.float() for x in cayley_inputs(0, 5, 2, 2)), backend="triton")
-    assert (h.shape, hT.shape) == ((0, 5, 2, 2, 2), (0, 2, 2, 2))
-    inputs = [x.float() for x in selective_inputs(0, 5, 3, 2)]
-    assert kernels.selective_scan(*inputs, backend="triton")[0].shape == (0, 5, 3)
+@pytest.mark.parametrize(("name", "B", "T", "n", "cuts", "constants"), TRITON_SHAPES)
+def test_triton_equals_reference(name, B, T, n, cuts, constants, small_tiles, monkeypatch):
+    """Several blocks, chunks and segments, and sizes that fill none of them; also with strides, and the same bits twice."""
+    for key, value in constants.items():
+        monkeypatch.setattr(kernels, key, value)
+    if name == "linear":
+        monkeypatch.setattr(kernels, "_born_sum", None)  # the torch path
+    operation, odd = OPERATIONS[name], T % 2 == 1
+    function = partial(operation, cuts=cuts)
+    inputs = operation.inputs(T, n, B=B)
+    assert errors(function, inputs, strided=odd, floor=operation.floor, backend="triton", twice=T in (7, 25, 35)) < bound(T, n)
 
 
 @needs_triton
-@pytest.mark.parametrize("N", [5, 16])
-def test_triton_cayley_scan_keeps_heads_whole(N, small_tiles):
-    """A head that is wider than a tile: the tile grows in channels and shrinks in time."""
-    assert errors(kernels.cayley_scan, cayley_inputs(1, 9, 2, N), torch.float32, backend="triton") < 2e-6
-
-
-@needs_triton
-@pytest.mark.parametrize("log_decay", [0.0, -1e-9, -20.0, -200.0], ids=str)
-def test_triton_scan_at_extreme_gates(log_decay, small_tiles):
-    gates = torch.full((1, 20, 3), log_decay, dtype=torch.float64)
-    inputs = gates, 3 * randn(1, 20, 3), randn(1, 20, 3, 2), randn(1, 3, 2)
-    assert errors(kernels.complex_scan, inputs, torch.float32, backend="triton") < 2e-6
-    alternating = gates * (torch.arange(20) % 3 == 0)[:, None]
-    assert errors(kernels.complex_scan, (alternating, *inputs[1:]), torch.float32, backend="triton") < 2e-6
-
-
-@needs_triton
-@pytest.mark.parametrize("gate", [-100.0, -20.0, 20.0, 100.0])
-def test_triton_cayley_scan_at_extreme_gates(gate, small_tiles):
-    """Gates open and shut, and phases of up to 5,000: half a turn, almost."""
-    delta, dt, gates, *rest = cayley_inputs(1, 20, 2, 2)
-    inputs = 1e5 * delta * (randn(1, 20, 2, 2) > 1), dt, gates.sign() * gate, *rest
-    assert errors(kernels.cayley_scan, inputs, torch.float32, backend="triton") < 1e-5
+@pytest.mark.parametrize("value", [0.0, -1e-9, -20.0, -200.0, -1e5], ids=str)
+def test_triton_at_extreme_gates(value, small_tiles):
+    """Decays of exactly 1 to exactly 0, in turns; steps that hardly change the state to those that forget it at once."""
+    gates = torch.where(torch.arange(20) % 3 == 0, value, -1e-3).double()
+    inputs = {
+        "complex": (gates.view(1, 20, 1).repeat(1, 1, 3), *scan_inputs(1, 20, 3)[1:]),
+        "cayley": [gates.view(1, 20, 1, 1).expand_as(x) if i == 2 else x for i, x in enumerate(cayley_inputs(1, 20, 2, 2))],
+        "selective": [-value * x if i == 1 else x for i, x in enumerate(selective_inputs(1, 20, 3, 2))],
+        "phase": [gates.view(1, 1, 20) if i == 3 else x for i, x in enumerate(phase_inputs(1, 1, 20, 4))],
+    }
+    if value == 0:  # phases of up to 5,000: half a turn, almost
+        inputs["ungated"] = without((1e5 * inputs["cayley"][0] * (randn(1, 20, 2, 2) > 1), *inputs["cayley"][1:]), 2)
+    for name, given in inputs.items():
+        assert errors(OPERATIONS[name], given, backend="triton") < (1e-5 if name == "ungated" else bound(20, 4)), name
+    if value == 0:
+        for real in (False, True):
+            closed_gate(40, 21, real, "triton")
 
 
 @needs_triton
@@ -1093,120 +964,227 @@ def test_triton_angles(small_tiles):
     angles = torch.cat((1e4 * randn(12).clamp(-1, 1), torch.arange(-12, 12) * math.pi / 4)).float()[None, None]
     h0 = torch.tensor([1.0, 0.0]).expand(1, angles.shape[-1], 2)
     zero = torch.zeros(1, 1, angles.shape[-1])
-    (h, _), (exact, _) = (
-        kernels.complex_scan(zero, angles, zero[..., None].expand(-1, -1, -1, 2), h0, backend=backend)
-        for backend in ("triton", "reference")
-    )
-    torch.testing.assert_close(h.double(), exact, atol=3e-7, rtol=0)
+    inputs = zero, angles, zero[..., None].expand(-1, -1, -1, 2), h0
+    found = kernels.complex_scan(*(x.to(DEVICE) for x in inputs), backend="triton")[0].cpu().double()
+    exact = kernels.complex_scan(*(x.double() for x in inputs), backend="reference")[0]
+    torch.testing.assert_close(found, exact, atol=3e-7, rtol=0)
 
 
 @needs_triton
-@pytest.mark.parametrize(("T", "E", "N"), [(1, 1, 1), (2, 5, 3), (7, 3, 4), (9, 5, 1), (16, 1, 3), (26, 9, 3)])
-def test_triton_selective_scan(T, E, N, small_tiles):
-    """T over several chunks of 8, channels over several blocks of 2 (8 if N = 1), and blocks over two programs a row."""
-    inputs = selective_inputs(2, T, E, N)
-    assert errors(kernels.selective_scan, inputs, torch.float32, strided=T == 26, backend="triton") < 2e-6
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_triton_in_half_precision(dtype, small_tiles, monkeypatch):
+    """States are float32. In scans gradients and y alone are rounded, once (the interpreter cuts off); products of the others are in bfloat16."""
+    monkeypatch.setattr(kernels, "PHASE_TILE", (16, 16, 16))
+    once, products = (2.0**-7 if dtype == torch.bfloat16 else 2.0**-10) + bound(40, 8), 3e-2
+    sizes = {"linear": (70, 5, (66,)), "phase": (33, 17, ()), "memory": (33, 17, ())}
+    for name, operation in OPERATIONS.items():
+        T, n, cuts = sizes.get(name, (20, 3, ()))
+        function = partial(operation, cuts=cuts)
+        most = once if operation.axis == 1 else products
+        assert errors(function, operation.inputs(T, n, B=1), dtype, True, 0.1, "triton") < most, name
+        output, state = operation.function(*(x.to(DEVICE, dtype) for x in operation.inputs(3, 2, B=1)), backend="triton")
+        assert output.dtype == (dtype if name == "selective" else torch.float32)
+        assert {x.dtype for x in tensors(state)} == {torch.float32}
+    q, k, v, log_gamma, _ = phase_inputs(1, 1, 20, 3)
+    given = [x.to(DEVICE) for x in (q.to(dtype), k.float(), v.to(dtype), log_gamma.to(dtype))]
+    y, _ = kernels.phase_memory(*given, backend="triton")
+    expected, _ = kernels.phase_memory_reference(q.to(dtype), k, v.to(dtype), log_gamma.to(dtype))
+    torch.testing.assert_close(y.cpu().double(), expected, atol=1e-5, rtol=1e-5)  # one float32 input: all in float32
 
 
 @needs_triton
-@pytest.mark.parametrize("size", [1e-6, 1.0, 30.0])
-def test_triton_selective_scan_at_extreme_gates(size, small_tiles):
-    """From a state that hardly changes to one that is forgotten at once: exp(-30 * 16)."""
-    u, dt, A, *rest = selective_inputs(1, 20, 3, 2)
-    inputs = u, size * dt, A * torch.tensor([1.0, 16.0]), *rest
-    assert errors(kernels.selective_scan, inputs, torch.float32, backend="triton") < 2e-6
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_triton_half_precision_at_extremes(dtype, small_tiles):
+    """One token; a key above all others; rows of zeros; and values, states and gradients beyond the range of float16."""
+    q, k, v = (x[:, :1] for x in born_inputs(1, 2, 20, 3))
+    above, no_q, no_k, late = k.clone(), q.clone(), k.clone(), k.clone()
+    above[:, :, 3] *= 1e4
+    no_q[:, :, 4:9] = no_k[:, :, 6:] = late[:, :, :9] = 0
+    quadratic, linear, one = OPERATIONS["quadratic"], OPERATIONS["linear"], [x[:, :, :1] for x in (q, k, v)]
+    gates = -0.1 * torch.ones(1, 1, 20).double()
+
+    def remember(*x, backend):
+        return kernels.phase_memory(*x, gates[:, :, : x[0].shape[2]].to(x[0]), backend=backend)
+
+    def scaled(function, by):  # and with it the gradients that come in
+        return lambda *x, backend: [by * y for y in function(*x, backend=backend)]
+
+    cases = [(f, x, 0.1) for f in (quadratic, linear) for x in (one, (q, above, v), (no_q, late, v))]
+    cases += [(scaled(quadratic, 1e-7), (q, k, 1e4 * v), 1e-4), (scaled(quadratic, 1e3), (q, 1e-2 * k, 1e-3 * v), 0.1)]
+    cases += [(remember, x, 0.1) for x in (one, (no_q, no_k, v))]
+    cases += [(scaled(remember, 1e-8), (q, 1e3 * k, 1e3 * v), 1e-6)]  # states of 1e6
+    cases += [(scaled(remember, 1e6), (1e-2 * q, 1e-2 * k, 1e-2 * v), 0.1)]
+    for i, (function, inputs, floor) in enumerate(cases):
+        assert errors(function, inputs, dtype, backend="triton", floor=floor) < 3e-2, i
+    first = [x.to(DEVICE, dtype).requires_grad_() for x in born_inputs(1, 1, 1, 2)]
+    o = quadratic(*first, backend="triton")[0]
+    grads = torch.autograd.grad(o.sin().sum(), first[:2])
+    assert (o - first[2]).abs().max() < (1e-4 if dtype == torch.bfloat16 else 5e-3)  # the weight cancels
+    assert all(x.abs().max() < 1e-4 for x in grads)
+    large = [x.to(DEVICE, dtype) for x in born_inputs(1, 1, 20, 2)]
+    large[1] *= 3e4 / large[1].abs().max()  # its weights, near 1e9, are beyond float16
+    assert kernels.born_attention(*large, backend="triton")[0].isfinite().all()
 
 
 @needs_triton
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)], ids=str)
-def test_triton_scans_in_half_precision(dtype, tolerance, small_tiles):
-    """States are float32; only gradients and y are rounded, once."""
-    inputs = cayley_inputs(1, 20, 2, 2)
-    h, hT = kernels.cayley_scan(*(x.to(dtype, copy=True).to(triton_device()) for x in inputs), backend="triton")
-    assert h.dtype == hT.dtype == torch.float32
-    assert errors(kernels.cayley_scan, inputs, dtype, backend="triton") < tolerance
-    inputs = -randn(1, 20, 3).abs(), 3 * randn(1, 20, 3), randn(1, 20, 3, 2), randn(1, 3, 2)
-    assert errors(kernels.complex_scan, inputs, dtype, backend="triton") < tolerance
-    assert errors(kernels.selective_scan, selective_inputs(1, 20, 3, 2), dtype, backend="triton") < tolerance
-
-
-def triton_device():
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def test_triton_without_elements():
+    for name, operation in OPERATIONS.items():
+        inputs = [x.float().to(DEVICE) for x in operation.inputs(5, 3, B=0)]
+        output, _ = operation.function(*inputs, backend="triton")
+        assert output.shape[operation.axis] == 5 and not output.numel(), name
 
 
 @needs_triton
-def test_triton_reads_views_of_one_projection(small_tiles, monkeypatch):
-    """H-Mamba's delta, gate and b are slices of one matrix: the kernels get no copies, the gradients find their columns."""
-    B, T, H, N = 2, 9, 2, 3
+def test_triton_reads_views_where_they_lie(small_tiles, monkeypatch):
+    """Slices of one projection, as the models give them: no copies, and the gradients find their columns."""
     read, launch = [], kernels._launch
-    monkeypatch.setattr(kernels, "_launch", lambda k, n, *args, **c: (read.append(args[:5]), launch(k, n, *args, **c)))
+    monkeypatch.setattr(kernels, "_launch", lambda kernel, *args, **c: (read.append((kernel, args)), launch(kernel, *args, **c)))
+    B, T, H, N = 2, 9, 2, 3
     projections = []
 
-    def scan(params, dt, omega, h0, backend):
-        projections.append(params)
-        delta, gate, b = params.split((H * N, H * N, 2 * H * N), -1)
+    def cayley(p, dt, omega, h0, backend):
+        projections.append(p)
+        delta, gate, b = p.split((H * N, H * N, 2 * H * N), -1)
         heads = [x.unflatten(-1, (H, N)) for x in (delta, gate)] + [b.unflatten(-1, (H, N, 2))]
         return kernels.cayley_scan(heads[0], dt, heads[1], omega, heads[2], h0, backend=backend)
 
-    inputs = randn(B, T, 4 * H * N), 0.1 * randn(B, T, H).sigmoid(), randn(H, N), randn(B, H, N, 2)
-    assert errors(scan, inputs, torch.float32, backend="triton") < 2e-6
-    storage = projections[0].untyped_storage().data_ptr()
-    gate, delta, _, _, b = read[0]
-    assert all(x.untyped_storage().data_ptr() == storage for x in (gate, delta, b))
+    def of_heads(function, pair):  # q, k and v are (B, T, H, n), transposed
+        def operation(p, *rest, backend):
+            projections.append(p)
+            qkv = (x.unflatten(-1, (H, N, *pair)).transpose(1, 2) for x in p.chunk(3, -1))
+            return [x for x in function(*qkv, *rest, backend=backend) if isinstance(x, torch.Tensor)]
 
+        return operation
 
-@needs_triton
-def test_triton_takes_permuted_inputs_and_needs_no_gradient_of_y(small_tiles):
-    """Dense, but not in the order of their axes: as `torch.empty_like` would keep them."""
-
-    def last(*inputs, backend):
-        *inputs, h0 = inputs
-        return kernels.selective_scan(*inputs, h0.transpose(1, 2), backend=backend)[1:]
-
-    *inputs, h0 = selective_inputs(2, 9, 3, 2)
-    leaves = [x.float().to(triton_device()).requires_grad_() for x in (*inputs, h0.transpose(1, 2).contiguous())]
-    (found,), (expected,) = (last(*leaves, backend=backend) for backend in ("triton", "reference"))
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
-    grads = [
-        torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True, materialize_grads=True)
-        for out in (found, expected)
-    ]
-    for x, y in zip(*grads):
-        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
-
-
-@needs_triton
-def test_triton_gradients_have_the_dtypes_of_their_inputs(small_tiles):
-    dtypes = torch.bfloat16, torch.float32, torch.float16, torch.float32, torch.bfloat16
-    inputs = [x.to(triton_device(), d) for x, d in zip(cayley_inputs(1, 9, 2, 2), dtypes)]
-    h0 = torch.zeros(1, 2, 2, 2, device=triton_device())
-    delta, dt, gate, omega, b = inputs
-    h = kernels._triton_scan(gate, delta, dt, omega, b, h0)
-    grads = kernels._triton_scan_backward(torch.ones_like(h), gate, delta, dt, omega, h, h0, b.dtype)
-    assert [x.dtype for x in grads] == [gate.dtype, delta.dtype, dt.dtype, omega.dtype, b.dtype, h0.dtype]
-
-
-@needs_triton
-def test_triton_refuses_several_devices(small_tiles):
-    scan = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
-    with pytest.raises(ValueError, match="several devices: cpu, meta"):
-        kernels.complex_scan(**scan | {"theta": torch.zeros(2, 5, 3, device="meta")}, backend="triton")
-
-
-@needs_triton
-def test_triton_gives_the_same_bits_twice(small_tiles, monkeypatch):
-    monkeypatch.setattr(kernels, "SCAN_PROGRAMS", 12)
-    for function, inputs in (
-        (kernels.cayley_scan, cayley_inputs(2, 20, 2, 2)),
-        (kernels.selective_scan, selective_inputs(2, 20, 5, 3)),
+    dt, omega, h0 = 0.1 * randn(B, T, H).sigmoid(), randn(H, N), randn(B, H, N, 2)
+    gates = -randn(B, H, T).abs()
+    for function, inputs, count in (
+        (cayley, (randn(B, T, 4 * H * N), dt, omega, h0), 3),
+        (of_heads(kernels.born_attention, (2,)), (randn(B, T, 6 * H * N),), 3),
+        (of_heads(partial(kernels.born_attention, method="linear"), (2,)), (randn(B, T, 6 * H * N),), 3),
+        (of_heads(kernels.phase_memory, (2,)), (randn(B, T, 6 * H * N), gates), 3),
+        (of_heads(partial(kernels.phase_memory, real=True), ()), (randn(B, T, 3 * H * N), gates), 3),
     ):
-        leaves = [x.float().to(triton_device()).requires_grad_() for x in inputs]
+        read.clear(), projections.clear()
+        assert errors(function, inputs, backend="triton", floor=0.1) < bound(T, 4)
+        storage = projections[0].untyped_storage().data_ptr()
+        starts = {
+            x.data_ptr() for _, args in read for x in args
+            if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() == storage
+        }  # fmt: skip
+        assert len(starts) == count
+    # Dense, but not in the order of their axes, as `torch.empty_like` would keep them; and no gradient of y.
+    *inputs, state = selective_inputs(2, 9, 3, 2)
 
-        def run(function=function, leaves=leaves):
-            outputs = function(*leaves, backend="triton")
-            return [*outputs, *torch.autograd.grad([x.sin().sum() for x in outputs], leaves)]
+    def last(*x, backend):
+        return kernels.selective_scan(*x[:-1], x[-1].transpose(1, 2), backend=backend)[1:]
 
-        assert all(torch.equal(x, y) for x, y in zip(run(), run()))
+    leaves = on_triton(*inputs, state.transpose(1, 2).contiguous())
+    found = torch.autograd.grad(last(*leaves, backend="triton")[0].sin().sum(), leaves, materialize_grads=True, allow_unused=True)
+    doubles = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    exact = torch.autograd.grad(last(*doubles, backend="reference")[0].sin().sum(), doubles, materialize_grads=True, allow_unused=True)
+    for x, y in zip(found, exact):
+        torch.testing.assert_close(x.cpu().double(), y, atol=1e-5, rtol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("method", ["quadratic", "linear"])
+def test_triton_born_at_extreme_scores(method, small_tiles):
+    T = 33 if method == "quadratic" else 70
+    born_at_extreme_scores("triton", method, T)
+    q, k, v = (x.float().to(DEVICE) for x in born_inputs(1, 1, T, 4))
+    o = {}
+    for scale in (1.0, 2.0**-100, 2.0**100):
+        o[scale] = kernels.born_attention(scale * q, k, v, method=method, backend="triton")[0]
+    assert torch.equal(o[1.0], o[2.0**-100]) and torch.equal(o[1.0], o[2.0**100])
+    largest = 1.5 * 2.0**127 * (q / q.abs().amax((-1, -2), keepdim=True))
+    found = kernels.born_attention(largest, k, v, method=method, backend="triton")[0]
+    torch.testing.assert_close(found, o[1.0], atol=2e-5, rtol=2e-5)
+
+
+@needs_triton
+def test_triton_born_hands_over_its_state(small_tiles):
+    """From Triton to torch and back, folded, or with gradients not yet; S as that of the torch path, however it was cut."""
+    q, k, v = (x.float().to(DEVICE) for x in born_inputs(2, 1, 150, 3))
+    _, (S, *rest) = kernels.born_attention(q, k, v, method="linear", backend="torch")
+    for cuts in ((), (128, 129)):
+        state = None
+        for part in torch.arange(150).tensor_split(cuts):
+            _, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, "linear", "triton")
+        torch.testing.assert_close(state[0], S, atol=1e-4, rtol=1e-5)
+        assert all(torch.equal(x, y) and x._base is None for x, y in zip(state[1:], rest))
+    given = [x.clone().requires_grad_() for x in state]
+    one = [x[:, :, :1] for x in (q.requires_grad_(), k, v)]
+    o, after = kernels.born_attention(*one, given, "linear", "triton")
+    assert torch.equal(after[0], given[0]) and after[1].shape[2] == given[1].shape[2] + 1
+    expected = kernels.born_attention(*one, given, "linear", "torch")[0]
+    torch.testing.assert_close(o, expected, atol=1e-6, rtol=1e-5)
+    for x, y in zip(*(torch.autograd.grad(y.sin().sum(), given) for y in (o, expected))):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
+    for dtype in (torch.float32,):
+        assert_negative_past("triton", dtype, "linear")
+    assert errors(partial(OPERATIONS["quadratic"], cuts=(20,)), born_inputs(1, 1, 30, 3), backend="triton", floor=0.1) < bound(30, 3)
+
+
+@needs_triton
+def test_triton_born_takes_the_linear_form_where_it_pays(small_tiles, monkeypatch):
+    """By "auto" from a counted length on, never beyond the widest N."""
+    picked, real = [], kernels._triton_born
+    monkeypatch.setattr(kernels, "_triton_born", lambda *x: picked.append(x[-1]) or real(*x))
+    rule = kernels._linear_is_faster
+    assert [rule(*x, True) for x in ((4095, 16), (4096, 16), (2048, 4), (10**6, 33))] == [False, True, True, False]
+    monkeypatch.setattr(kernels, "_linear_is_faster", lambda T, N, triton: T >= 5)
+    for T, N in ((4, 2), (5, 2), (5, 33)):
+        kernels.born_attention(*(torch.ones(1, 1, T, N, 2, device=DEVICE) for _ in range(3)), backend="triton")
+    assert picked == [False, True]
+
+
+@needs_triton
+def test_triton_multiplies_in_the_dtype_of_autocast(small_tiles, monkeypatch):
+    """As scaled_dot_product_attention does; without autocast, in float32."""
+    dtypes, born, phase = [], kernels._triton_born, kernels._triton_phase
+    monkeypatch.setattr(kernels, "_triton_born", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), born(*x))[1])
+    monkeypatch.setattr(kernels, "_triton_phase", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), phase(*x))[1])
+    q, k, v = (randn(1, 1, 5, 2, 2, seed=i).float().to(DEVICE) for i in range(3))
+    gates = torch.zeros(1, 1, 5, device=DEVICE)
+    for enabled in (True, False):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            for method in ("quadratic", "linear"):
+                o, _ = kernels.born_attention(q, k, v, method=method, backend="triton")
+            y, S = kernels.phase_memory(q, k, v, gates, backend="triton")
+        assert o.dtype == y.dtype == S.dtype == torch.float32
+    assert dtypes == 9 * [torch.bfloat16] + 9 * [torch.float32]
+    dtypes.clear()
+    with torch.autocast(DEVICE, torch.float16):  # whose range float32 numbers may leave
+        o, state = kernels.born_attention(q, 1e5 * k, v, backend="triton")
+        y, _ = kernels.phase_memory(q, 1e5 * k, v, gates, backend="triton")
+        kernels.born_attention(q.half(), k.half(), v.half(), backend="triton")
+    assert o.isfinite().all() and y.isfinite().all()
+    assert dtypes == 6 * [torch.bfloat16] + 3 * [torch.float16]
+    assert torch.equal(state[1], 1e5 * k) and torch.equal(state[2], v)  # what the state keeps is not rounded
+
+
+@needs_triton
+def test_triton_operators_are_what_they_declare(small_tiles):
+    """Shapes and dtypes of the fake implementations, gradients of one output alone, dtypes that differ."""
+    check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    operators = torch.ops.nanohilbert
+    q, k, v, log_gamma, S = on_triton(*phase_inputs(1, 2, 17, 3))
+    check(operators.triton_phase.default, (q, k, v, log_gamma, S, False))
+    for linear, past in ((False, None), (True, None), (True, on_triton(randn(2, 63))[0])):
+        check(operators.triton_born.default, (q, k, v, past, linear))
+    dtypes = torch.bfloat16, torch.float32, torch.float16, torch.float32, torch.bfloat16, torch.float32
+    inputs = [x.to(DEVICE, d).requires_grad_() for x, d in zip(cayley_inputs(1, 9, 2, 2), dtypes)]
+    delta, dt, gate, omega, b, h0 = inputs
+    check(operators.triton_scan.default, (gate, delta, dt, omega, b, h0, b.dtype))
+    check(operators.selective_scan.default, (*on_triton(*selective_inputs(1, 9, 3, 2)), True))
+    for which in (0, 1):
+        found, expected = (
+            torch.autograd.grad(kernels.phase_memory(q, k, v, log_gamma, backend=b)[which].sum(), (k, v, log_gamma))
+            for b in ("triton", "torch")
+        )
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 
 @needs_triton
@@ -1214,13 +1192,13 @@ def test_triton_gives_the_same_bits_twice(small_tiles, monkeypatch):
     "spec",
     [
         "hmamba:D=4:N=2:H=2", "hmamba:gate=none:D=4:N=2:H=2", "hmamba:field=real:D=4:N=2:H=2", "mamba:D=4:N=2",
-        "htransformer:D=4:N=2:H=2", "htransformer:field=real:D=4:N=2:H=2", "pam:D=8:H=2", "sam:D=8:H=2",
+        "htransformer:D=4:N=2:H=2", "pam:D=8:H=2", "sam:D=8:H=2",
     ],
 )  # fmt: skip
 def test_triton_in_models(spec, small_tiles, monkeypatch):
     """Loss and gradients of a model as with the torch paths; also checkpointed, compiled, and under bf16 autocast."""
-    model = make(spec, L=1).to(triton_device())
-    idx = text_batch(2, 12).to(triton_device())
+    model = make(spec, L=1).to(DEVICE)
+    idx = text_batch(2, 10).to(DEVICE)
 
     def run(backend):
         monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
@@ -1234,7 +1212,7 @@ def test_triton_in_models(spec, small_tiles, monkeypatch):
             torch.testing.assert_close(x, y, **tolerances)
 
     expected = run("torch")
-    with torch.autocast(triton_device(), torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         loose = {"atol": 1e-3, "rtol": 2e-2} if "mamba" in spec else {"atol": 5e-3, "rtol": 5e-2}  # products in bf16
         assert_same(run("triton"), run("torch"), **loose)
     for layer in model.layers:
@@ -1242,56 +1220,6 @@ def test_triton_in_models(spec, small_tiles, monkeypatch):
     model.checkpointing = True
     assert_same(run("triton"), expected, atol=1e-5, rtol=1e-4)
     torch._dynamo.reset()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def background(request):
-    """The two long runs of other processes begin with the first test, on the core that the tests leave idle."""
-    commands = {
-        "test_interpreter": ["-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", "test_triton", __file__],
-        "test_kernels_compile_for_a100_and_h100": ["kernels.py", "--compile"],
-    }
-    variables = {"test_interpreter": {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}}
-    wanted = {item.name for item in request.session.items} if kernels.triton is not None and not INTERPRETED else ()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = {
-        name: subprocess.Popen(["nice", sys.executable, *command], cwd=ROOT, env=ENV | variables.get(name, {}), **pipes)
-        for name, command in commands.items()
-        if name in wanted
-    }
-    yield running
-    for process in running.values():
-        process.kill()
-
-
-def test_a_kernel_that_spills_fails_the_compilation_report(monkeypatch, capsys):
-    class Inline(contextlib.nullcontext):
-        def apply_async(self, function, job):
-            return type("result", (), {"get": lambda _: function(*job)})()
-
-    use = {"REG": 255, "STACK": 0, "LOCAL": 0, "SHARED": 0}
-    pools = type("context", (), {"Pool": lambda *_: Inline()})
-    monkeypatch.setattr(kernels, "get_context", lambda _: pools)
-    monkeypatch.setattr(kernels, "triton", type("triton", (), {"__version__": "0"}))
-    for change, right in (({}, True), ({"STACK": 8}, False), ({"LOCAL": 8}, False), ({"SHARED": 2**18}, False)):
-        code = 64 * "        /*0000*/  @P0 FADD.FTZ R1, R2 ;\n" + "        /*0010*/  HMMA.16816.F32 R1 ;\n"
-        monkeypatch.setattr(kernels, "compiled", lambda *_: [("scan", "_k_kernel", use | change, code, 5.0)])  # noqa: B023
-        assert kernels.report_compiled() is right
-    assert "| scan | k | sm_80 | float32 | 255 | 0, 0 | 0.0 | 65 | 1 | 13 |" in capsys.readouterr().out
-
-
-def test_the_backend_is_what_was_asked_for(monkeypatch):
-    scan = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
-    monkeypatch.setenv("NANOHILBERT_BACKEND", "reference")
-    monkeypatch.setenv("NANOHILBERT_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'cuda'; known: torch, triton, reference"):
-        kernels.complex_scan(**scan)
-    monkeypatch.setenv("NANOHILBERT_BACKEND", "")
-    assert kernels.complex_scan(**scan)[0].dtype == torch.float32
-    monkeypatch.setattr(kernels, "triton", None)
-    assert kernels.complex_scan(**scan)[0].dtype == torch.float32
-    with pytest.raises(ValueError, match="not installed"):
-        kernels.complex_scan(**scan, backend="triton")
 
 
 def test_every_launch_is_on_one_grid_axis_with_four_warps_and_fused_multiply_add():
@@ -1306,66 +1234,94 @@ def test_every_launch_is_on_one_grid_axis_with_four_warps_and_fused_multiply_add
     assert "enable_fp_fusion" in kernels.OPTIONS
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="there is no Triton")
-def test_the_default_backend_is_triton_on_cuda_for_what_it_computes():
-    def tensor(dtype, is_cuda):
-        return type("x", (), {"dtype": dtype, "is_cuda": is_cuda, "device": "cuda:0", "numel": lambda _: 1})()
-
-    known = "torch", "triton", "reference"
-    assert kernels._pick(None, known, tensor(torch.bfloat16, True), tensor(torch.float32, True)) == "triton"
-    assert kernels._pick(None, known, tensor(torch.float32, True), tensor(torch.float64, True)) == "torch"
-    assert kernels._pick(None, known, tensor(torch.float32, False)) == "torch"
-    assert kernels._pick("torch", known, tensor(torch.float32, True)) == "torch"
-
-
-@pytest.mark.parametrize(("variable", "value", "message"), [
-    ("TRITON_INTERPRET", "1", "unset TRITON_INTERPRET"), ("TRITON_CACHE_DIR", "/dev/null/x", "Not a directory: "),
-])  # fmt: skip
-@pytest.mark.skipif(kernels.triton is None, reason="there is no Triton")
-def test_compile_says_what_is_wrong(variable, value, message):
-    command = [sys.executable, "kernels.py", "--compile"]
-    run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=ENV | {variable: value})
-    assert run.returncode == 2
-    assert message in run.stderr.splitlines()[-1]
-    assert "Traceback" not in run.stderr
+# Shapes of the papers' models, one sequence; and which inputs are float32 whatever the others are, as in the models.
+COMPILED = [
+    (kernels.complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2)), ()),
+    (real_scan, ((1, 1024, 512),) * 2, ()),
+    (kernels.cayley_scan, ((1, 1024, 16, 16), (1, 1024, 16), (1, 1024, 16, 16), (16, 16), (1, 1024, 16, 16, 2)), (1, 3)),
+    (kernels.selective_scan, ((1, 1024, 2048), (1, 1024, 2048), (2048, 16), (1, 1024, 16), (1, 1024, 16)), (1, 2)),
+    (partial(kernels.born_attention, method="quadratic"), ((1, 16, 1024, 16, 2),) * 3, ()),
+    (partial(kernels.born_attention, method="linear"), ((1, 16, 1024, 16, 2),) * 3, ()),
+    (kernels.phase_memory, (*((1, 6, 1024, 64, 2),) * 3, (1, 6, 1024), (1, 6, 64, 64, 2)), (3, 4)),
+    (partial(kernels.phase_memory, real=True), (*((1, 6, 1024, 64),) * 3, (1, 6, 1024), (1, 6, 64, 64)), (3, 4)),
+]
 
 
-def test_a_check_that_fails_is_a_row_and_the_others_are_run(monkeypatch, capsys):
-    def broken(x, backend):
-        if backend == "torch":
-            raise RuntimeError("no compiler\nfound")
-        return (x,)
+def launches(dtype):
+    """Every different launch of the forward and the backward of COMPILED, with CPU tensors: (kernel, arguments, constants)."""
+    found, launch = {}, kernels._launch
 
-    def wrong(x, backend):
-        return (x * (1 if backend == "reference" else 1.001),)
+    def record(kernel, programs, *args, **constants):
+        found[(kernel.__name__, *constants.values(), *(x is None for x in args))] = kernel, args, constants
 
-    inputs = (torch.ones(3, dtype=torch.float64),)
-    cases = [("broken", broken, inputs), ("wrong", wrong, inputs), ("right", lambda x, backend: (2 * x,), inputs)]
-    monkeypatch.setattr(kernels, "check_cases", lambda: cases)
-    assert kernels.check_device() is False
-    rows = capsys.readouterr().out.splitlines()[-3:]
-    assert "FAILED: RuntimeError: no compiler found" in rows[0]
-    assert rows[1].endswith("| FAILED |")
-    assert "FAILED" not in rows[2]
-    monkeypatch.setattr(kernels, "check_cases", lambda: cases[2:])
-    assert kernels.check_device() is True
-
-
-@pytest.mark.skipif(kernels.triton is None or INTERPRETED, reason="needs Triton, compiled")
-def test_backend_refuses_what_it_cannot_do():
-    scan = {"log_decay": torch.zeros(2, 5, 3), "theta": torch.zeros(2, 5, 3), "b": torch.zeros(2, 5, 3, 2)}
-    with pytest.raises(ValueError, match="needs CUDA tensors"):
-        kernels.complex_scan(**scan, backend="triton")
-    with pytest.raises(ValueError, match="computes in float32"):
-        kernels.complex_scan(**{k: x.double() for k, x in scan.items()}, backend="triton")
+    os.environ["TRITON_INTERPRET"] = "1"  # lets CPU tensors through; the kernels are compiled all the same
+    kernels._launch = record
+    try:
+        for function, shapes, float32 in COMPILED:
+            dtypes = [torch.float32 if i in float32 else dtype for i in range(len(shapes))]
+            leaves = [torch.zeros(shape, dtype=d, requires_grad=True) for shape, d in zip(shapes, dtypes)]
+            function(*leaves, backend="triton")[0].sum().backward()
+    finally:
+        kernels._launch = launch
+        del os.environ["TRITON_INTERPRET"]
+    return list(found.values())
 
 
-def test_kernels_import_without_triton_installed():
-    """kernels.py without Triton: imports, computes, and says what --compile would need."""
-    code = "import sys; sys.modules['triton'] = None; sys.argv = ['kernels.py', '--compile']; import kernels; kernels.main()"
-    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 2
-    assert "pip install triton" in run.stderr.splitlines()[-1]
+def resources(kernel, args, constants, target):
+    """Of a launch, compiled without a GPU: registers, bytes of stack and of local memory, shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    signature, constexprs, aligned = {}, {}, {}
+    for i, (key, x) in enumerate((dict(zip(kernel.arg_names, args)) | constants).items()):
+        specialized = isinstance(x, int) and not kernel.params[i].do_not_specialize
+        if isinstance(x, torch.Tensor):
+            signature[key] = "*" + types[x.dtype]
+        elif key in constants or x is None or (x == 1 and specialized):  # as at a launch, which makes a constant of 1
+            signature[key], constexprs[key] = "constexpr", x
+        else:
+            signature[key] = "fp32" if isinstance(x, float) else "i32"
+        if isinstance(x, torch.Tensor) or (signature[key] == "i32" and x % 16 == 0 and specialized):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs, aligned)
+    binary = kernels.triton.compile(source, target=GPUTarget("cuda", target, 32), options=kernels.OPTIONS)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        cuobjdump = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.check_output([cuobjdump, "--dump-resource-usage", file.name], text=True)
+    return {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")} | {
+        "SHARED": binary.metadata.shared
+    }
+
+
+def print_resources():
+    for dtype in (torch.float32, torch.bfloat16):
+        for kernel, args, constants in launches(dtype):
+            for target in (80, 90):
+                use = resources(kernel, args, constants, target)
+                print(kernel.__name__, target, dtype, *(f"{key}:{n}" for key, n in use.items()), flush=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def background(request):
+    """The two long runs of other processes begin with the first test, on the core that the tests leave idle."""
+    commands = {
+        "test_interpreter": ["-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", "test_triton", __file__],
+        "test_kernels_compile_for_a100_and_h100": ["-c", "import test_all; test_all.print_resources()"],
+    }
+    variables = {"test_interpreter": {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}}
+    wanted = {item.name for item in request.session.items} if kernels.triton is not None and not INTERPRETED else ()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = {
+        name: subprocess.Popen(["nice", sys.executable, *command], cwd=ROOT, env=ENV | variables.get(name, {}), **pipes)
+        for name, command in commands.items()
+        if name in wanted
+    }
+    yield running
+    for process in running.values():
+        process.kill()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -6605,561 +6561,30 @@ def test_task_differences_are_those_of_the_seeds(name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Triton: Born attention and phase memory
-
-
-@pytest.fixture
-def small_products(monkeypatch):
-    """Tiles of 16, as the interpreter is slow, and NaN in uninitialised memory."""
-    monkeypatch.setattr(kernels, "BORN_TILE", (16, 16, 16))
-    monkeypatch.setattr(kernels, "BORN_SPAN", 64)
-    monkeypatch.setattr(kernels, "PHASE_TILE", (64, 32, 32))  # a quarter and halves of it in float32
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all() and torch.ones(1).new_empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def triton_errors(function, inputs, dtype=torch.float32, strided=False, floor=0.1, twice=False):
-    """`errors` of backend="triton", on the device that it runs on; inputs and upstream gradients that do not lie in one piece
-    if `strided`; the same bits again if `twice`."""
-    device = "cpu" if INTERPRETED else "cuda"
-
-    def run(backend, dtype, device, strided):
-        leaves = [x.to(device, dtype).requires_grad_() for x in rounded]
-        given = [torch.stack((x, x), -1)[..., 0] if strided else x for x in leaves]
-        outputs = function(*given, backend=backend)
-        weights = [torch.sin(torch.arange(x.numel())).view(x.shape).to(x) for x in outputs]
-        weights = [torch.stack((w, w), -1)[..., 0] for w in weights] if strided else weights
-        return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
-
-    rounded = [x.detach().to(dtype) for x in inputs]
-    found, expected = run("triton", dtype, device, strided), run("reference", torch.float64, "cpu", False)
-    assert all(x.isfinite().all() for x in found)
-    if twice:
-        assert all(torch.equal(x, y) for x, y in zip(found, run("triton", dtype, device, strided)))
-    for x, leaf in zip(found[-len(inputs) :], rounded):
-        assert x.dtype == leaf.dtype
-    return max(
-        ((x.cpu().double() - y).abs().max() / y.abs().max().clamp(min=floor)).item() for x, y in zip(found, expected)
-    )
-
-
-def born_triton(q, k, v, backend):
-    return (kernels.born_attention(q, k, v, method="quadratic", backend=backend)[0],)
-
-
-def born_triton_linear(q, k, v, backend, cuts=()):
-    """Cut before these tokens, with the state between."""
-    if backend == "reference":
-        return (kernels.born_attention(q, k, v, backend=backend)[0],)
-    outputs, state = [], None
-    for part in torch.arange(q.shape[2]).tensor_split(cuts):
-        o, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, "linear", backend)
-        outputs.append(o)
-    return (torch.cat(outputs, 2),)
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("T", "N", "tile"),
-    [
-        (1, 2, 16),
-        (2, 1, 16),
-        (7, 3, 16),
-        (33, 5, 16),
-        (50, 4, 16),
-        (65, 8, 32),
-        (64, 33, 16),
-        (257, 16, 64),
-        (20, 64, 16),
-    ],
-)
-def test_triton_born_equals_reference(T, N, tile, small_products, monkeypatch):
-    monkeypatch.setattr(kernels, "BORN_TILE", (2 * tile, 2 * tile, tile) if tile == 64 else (tile, 16, 16))
-    heads = 2 if T < 40 else 1
-    assert (
-        triton_errors(born_triton, born_inputs(2 if T == 7 else 1, heads, T, N), strided=T % 2 == 1, twice=T == 33)
-        < 1e-5
-    )
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("T", "N", "cuts"),
-    [
-        (1, 3, ()),
-        (2, 1, ()),
-        (7, 3, ()),
-        (63, 2, (20,)),
-        (64, 9, ()),
-        (65, 5, ()),
-        (140, 3, (70, 139)),
-        (257, 16, ()),
-    ],
-)
-def test_triton_linear_born_equals_reference(T, N, cuts, small_products, monkeypatch):
-    """Value and gradients, also through a state carried on, with one and with several spans before and after it."""
-    if T == 257:
-        monkeypatch.setattr(kernels, "BORN_TILE", (64, 128, 64))  # twice what is used, but for float32 half of it
-        monkeypatch.setattr(kernels, "BORN_FEATURES", 64)
-    function = partial(born_triton_linear, cuts=cuts)
-    monkeypatch.setattr(kernels, "_born_sum", None)  # the torch path
-    heads = 2 if T < 100 else 1
-    inputs = born_inputs(2 if T == 7 else 1, heads, T, N)
-    assert triton_errors(function, inputs, strided=T % 2 == 1, twice=T in (7, 140)) < 1e-5
-
-
-@needs_triton
-def test_triton_linear_born_hands_over_its_state(small_products):
-    """S and the newest tokens as those of the torch path, however the past was cut; with gradients not folded yet."""
-    device = "cpu" if INTERPRETED else "cuda"
-    q, k, v = (x.float().to(device) for x in born_inputs(2, 1, 150, 3))
-    _, (S, *rest) = kernels.born_attention(q, k, v, method="linear", backend="torch")
-    for cuts in ((), (70,), (128, 129)):
-        state = None
-        for part in torch.arange(150).tensor_split(cuts):
-            _, state = kernels.born_attention(*(x[:, :, part] for x in (q, k, v)), state, "linear", "triton")
-        torch.testing.assert_close(state[0], S, atol=1e-4, rtol=1e-5)
-        assert all(torch.equal(x, y) and x._base is None for x, y in zip(state[1:], rest))
-    given = [x.clone().requires_grad_() for x in state]
-    o, after = kernels.born_attention(q[:, :, :1].requires_grad_(), k[:, :, :1], v[:, :, :1], given, "linear", "triton")
-    assert torch.equal(after[0], given[0]) and after[1].shape[2] == given[1].shape[2] + 1
-    expected = kernels.born_attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], given, "linear", "torch")[0]
-    torch.testing.assert_close(o, expected, atol=1e-6, rtol=1e-5)
-    for x, y in zip(*(torch.autograd.grad(y.sin().sum(), given) for y in (o, expected))):
-        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
-
-
-@needs_triton
-def test_triton_born_weights_of_a_state_are_not_negative(small_products):
-    device, runs = "cpu" if INTERPRETED else "cuda", []
-    for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
-        leaves = [x.detach().to(device).requires_grad_() for x in negative_past(dtype)]
-        q, k, v, S = leaves
-        o, _ = kernels.born_attention(q, k, v, (S, k[:, :, :0], v[:, :, :0]), "linear", backend)
-        runs.append([o, *torch.autograd.grad(o.sum(), leaves)])
-    for x, y in zip(*runs):
-        assert (x - y).abs().max() < 1e-5 * x.abs().max()
-
-
-@needs_triton
-def test_triton_linear_born_is_taken_where_it_pays(small_products, monkeypatch):
-    """By "auto" from a counted length on, never beyond the widest N; and compiled as one graph."""
-    picked, real = [], kernels._triton_born
-    monkeypatch.setattr(kernels, "_triton_born", lambda *x: picked.append(x[-1]) or real(*x))
-    rule = kernels._linear_is_faster
-    assert [rule(*x, True) for x in ((4095, 16), (4096, 16), (2048, 4), (10**6, 33))] == [False, True, True, False]
-    monkeypatch.setattr(kernels, "_linear_is_faster", lambda T, N, triton: T >= 5)
-    device = "cpu" if INTERPRETED else "cuda"
-    for T, N in ((4, 2), (5, 2), (5, 33)):
-        kernels.born_attention(*(torch.ones(1, 1, T, N, 2, device=device) for _ in range(3)), backend="triton")
-    assert picked == [False, True]
-    leaves = [x.float().to(device).requires_grad_() for x in born_inputs(1, 1, 70, 2)]
-    runs = []
-    for function in (born_triton_linear, torch.compile(born_triton_linear, backend="aot_eager", fullgraph=True)):
-        o = function(*leaves, "triton")[0]
-        runs.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
-    assert all(torch.equal(x, y) for x, y in zip(*runs))
-    torch._dynamo.reset()
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_triton_born_of_half_precision(dtype, small_products):
-    assert triton_errors(born_triton, born_inputs(1, 1, 40, 5), dtype, strided=True) < 3e-2
-    cut = partial(born_triton_linear, cuts=(70,))
-    assert triton_errors(cut, born_inputs(1, 1, 130, 5), dtype, strided=True) < 3e-2
-    x = [y.to(dtype) for y in born_inputs(1, 1, 3, 2)]
-    assert kernels.born_attention(*x, backend="triton")[0].dtype == torch.float32
-    large = [y.to(dtype) for y in born_inputs(1, 1, 20, 2)]
-    large[1] *= 3e4 / large[1].abs().max()  # its weights, near 1e9, are beyond float16
-    assert kernels.born_attention(*large, backend="triton")[0].isfinite().all()
-
-
-@needs_triton
-@pytest.mark.parametrize("function", [born_triton, born_triton_linear])
-def test_triton_born_at_extreme_scores(function, small_products):
-    """The scale of q and k, rows of zeros, and queries nearly orthogonal to all keys, where the floor decides."""
-    T, bound = (33, 1e-5) if function is born_triton else (70, 2e-5)
-    q, k, v = born_inputs(1, 1, T, 4)
-    plain = function(q.float(), k.float(), v.float(), backend="triton")[0]
-    for scale in (2.0**-100, 2.0**100):
-        assert torch.equal(function((scale * q).float(), k.float(), v.float(), backend="triton")[0], plain)
-    largest = 1.5 * 2.0**127 * q / q.abs().amax((-1, -2), keepdim=True)
-    largest = function(largest.float(), k.float(), v.float(), backend="triton")[0]
-    torch.testing.assert_close(largest, plain, atol=bound, rtol=bound)
-    for scale in (1e-3, 1e3):
-        assert triton_errors(function, (q, scale * k, v), floor=1e-3) < bound
-        assert triton_errors(function, (scale * q, k, v), floor=1e-3) < bound
-    tiny, huge = (function(q.float(), (s * k).float(), v.float(), backend="triton")[0] for s in (1e-12, 1e12))
-    torch.testing.assert_close(tiny.double(), kernels.born_attention_reference(q, k, v), atol=2e-5, rtol=0)
-    torch.testing.assert_close(huge, tiny, atol=2e-5, rtol=0)
-    zero, none = q.clone(), torch.zeros_like(k)
-    zero[:, :, 5:20] = zero[:, :, -5:] = 0
-    none[:, :, 25:] = k[:, :, 25:]
-    assert triton_errors(function, (zero, k, v)) < bound
-    assert triton_errors(function, (q, none, v)) < bound
-    assert (function(zero.float(), k.float(), v.float(), backend="triton")[0][:, :, 5:20] == 0).all()
-    first, second = torch.zeros_like(q), k.clone()
-    first[..., 0, :], second[..., 0, :] = q[..., 0, :], 2e-3 * k[..., 0, :]
-    o = function(first.float(), second.float(), v.float(), backend="triton")[0]
-    assert (o.double() - (w := kernels.born_attention_reference(first, second, v))).abs().max() < bound * w.abs().max()
-    assert triton_errors(function, (first, second, v), floor=1e-3) < bound
-    if (
-        function is born_triton_linear
-    ):  # the floor of a past in the state, and alone in the gradient of coordinates that q lacks
-        assert triton_errors(partial(function, cuts=(64,)), (first, second, v), floor=1e-3) < bound
-
-        def lacking(q, k, v, backend):
-            return function(q, torch.cat((second[..., :1, :].to(k), k), -2), v, backend)
-
-        assert triton_errors(lacking, (first, second[..., 1:, :], v), floor=1e-3) < bound
-
-
-@needs_triton
-def test_triton_born_hands_over_its_state(small_products):
-    """From the beginning by Triton, on with torch; folded, or with gradients not yet."""
-    q, k, v = (x.float() for x in born_inputs(1, 2, 90, 3))
-    whole = kernels.born_attention_reference(q, k, v)
-    for grad in (False, True):
-        q.requires_grad_(grad)
-        first, state = kernels.born_attention(q[:, :, :70], k[:, :, :70], v[:, :, :70], backend="triton")
-        assert state[1].shape[2] == (70 if grad else 6)
-        rest, _ = kernels.born_attention(q[:, :, 70:], k[:, :, 70:], v[:, :, 70:], state, backend="triton")
-        torch.testing.assert_close(torch.cat((first, rest), 2).double(), whole, atol=1e-5, rtol=0)
-
-    def pieces(q, k, v, backend):
-        outputs, state = [], None
-        for part in (slice(0, 20), slice(20, None)) if backend == "triton" else (slice(None),):
-            given = [x[:, :, part] for x in (q, k, v)], state if backend == "triton" else None
-            o, state = kernels.born_attention(*given[0], given[1], "quadratic", backend)
-            outputs.append(o)
-        return (torch.cat(outputs, 2),)
-
-    assert triton_errors(pieces, born_inputs(1, 1, 30, 3)) < 1e-5  # gradients through the state, too
-    with pytest.raises(ValueError, match="float32"):
-        kernels.born_attention(q.double(), k.double(), v.double(), backend="triton")
-
-
-def phase_triton(real):
-    return lambda *x, backend: kernels.phase_memory(*x, real=real, backend=backend)
-
-
-@needs_triton
-@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
-@pytest.mark.parametrize(("T", "d"), [(1, 3), (2, 1), (7, 5), (33, 4), (50, 20), (16, 40)])
-def test_triton_phase_equals_reference(T, d, real, small_products):
-    """Value, gradients and final state, all with an initial state."""
-    heads = 2 if T < 40 else 1
-    inputs = phase_inputs(2 if T == 7 else 1, heads, T, d, real)
-    assert triton_errors(phase_triton(real), inputs, strided=T % 2 == 1, twice=T == 33) < 1e-5
-
-
-@needs_triton
-@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
-def test_triton_phase_in_several_blocks(real, small_products, monkeypatch):
-    """States of several blocks, some of them cut off, over several chunks: 32 coordinates at a time beside 16, and the reverse."""
-    for tile, T, d in (((64, 64, 32), 35, 40), ((64, 32, 64), 20, 40)):
-        monkeypatch.setattr(kernels, "PHASE_TILE", tile)
-        assert triton_errors(phase_triton(real), phase_inputs(1, 1, T, d, real)) < 1e-5
-
-
-def functions_of_pairs():
-    """Born attention in both forms and phase memory as functions of q, k and v of pairs, beside phase memory of real numbers."""
-
-    def remember(q, k, v, backend, real=False):
-        gates = torch.linspace(-0.5, 0, q.shape[2]).to(q.device, torch.float32).expand(q.shape[:3])
-        return kernels.phase_memory(q, k, v, gates, real=real, backend=backend)
-
-    return [born_triton, born_triton_linear, remember], partial(remember, real=True)
-
-
-@needs_triton
-def test_triton_reads_views_where_they_lie(small_products):
-    """Heads inside time, and beside other things in a row, as models make them; other views are copied."""
-    functions, real = functions_of_pairs()
-    (B, H, T, N), device = (2, 2, 5, 3), "cpu" if INTERPRETED else "cuda"
-    packed = randn(T, 2, B, 3, H, 2 * N, 4, 2).float().to(device)  # more than q, k and v
-    views = [packed[:, 1, :, i, :, :N, 1].permute(1, 2, 0, 3, 4) for i in range(3)]
-    rows = randn(T, 2, B, 3, H, 2 * N, 2, seed=1).float().to(device)
-    rows = [rows[:, 1, :, i, :, :N].permute(1, 2, 0, 3, 4) for i in range(3)]
-    for x, copied in (*((x, True) for x in views), *((x, False) for x in rows)):
-        assert not x.is_contiguous() and x.stride(4) == 1
-        assert (kernels._rows_of_pairs(x)[0].data_ptr() != x.data_ptr()) == copied
-        assert copied or kernels._rows_in_place(x[..., 0], True)[0].data_ptr() != x.data_ptr()
-    for given in (views, rows):
-        for function in functions:
-            runs = []
-            for inputs in (given, [x.contiguous() for x in given]):
-                leaves = [x.detach().requires_grad_() for x in inputs]
-                outputs = function(*leaves, backend="triton")
-                weights = [torch.sin(torch.arange(x.numel(), device=device)).view(x.shape) for x in outputs]
-                runs.append([*outputs, *torch.autograd.grad(outputs, leaves, weights)])
-            assert all(torch.equal(x, y) for x, y in zip(*runs))
-    flat = [x.flatten(-2) for x in rows]
-    assert all(kernels._rows_in_place(x, True)[0].data_ptr() == x.data_ptr() for x in flat)
-    for x, y in zip(real(*flat, backend="triton"), real(*(x.contiguous() for x in flat), backend="triton")):
-        assert torch.equal(x, y)
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_triton_half_precision_at_extremes(dtype, small_products, monkeypatch):
-    """One token; a key above all others; rows of zeros; and values, states and gradients beyond the range of float16."""
-    (quadratic, linear, remember), _ = functions_of_pairs()
-    q, k, v = born_inputs(1, 1, 20, 3)
-    above, no_q, no_k = k.clone(), q.clone(), k.clone()
-    above[:, :, 3] *= 1e4
-    no_q[:, :, 4:9] = no_k[:, :, 6:] = 0
-    one = [x[:, :, :1] for x in (q, k, v)]
-
-    def scaled(function, by):  # and with it the gradients that come in
-        return lambda *x, backend: [by * y for y in function(*x, backend=backend)]
-
-    for function in (quadratic, linear):
-        for inputs in (one, (q, above, v), (no_q, k, v), (q, no_k, v)):
-            assert triton_errors(function, inputs, dtype) < 3e-2
-    first = [x.to("cpu" if INTERPRETED else "cuda", dtype).requires_grad_() for x in born_inputs(1, 1, 1, 2)]
-    o = quadratic(*first, "triton")[0]
-    grads = torch.autograd.grad(o.sin().sum(), first[:2])
-    assert (o - first[2]).abs().max() < (
-        1e-4 if dtype == torch.bfloat16 else 5e-3
-    )  # v as it is multiplied: the weight cancels
-    assert all(x.abs().max() < 1e-4 for x in grads)
-    assert triton_errors(scaled(quadratic, 1e-7), (q, k, 1e4 * v), dtype, floor=1e-4) < 3e-2
-    assert triton_errors(scaled(quadratic, 1e3), (q, 1e-2 * k, 1e-3 * v), dtype) < 3e-2
-    for inputs in (one, (no_q, k, v), (q, no_k, v)):
-        assert triton_errors(remember, inputs, dtype) < 3e-2
-    assert triton_errors(scaled(remember, 1e-8), (q, 1e3 * k, 1e3 * v), dtype, floor=1e-6) < 3e-2  # states of 1e6
-    assert triton_errors(scaled(remember, 1e6), (1e-2 * q, 1e-2 * k, 1e-2 * v), dtype) < 3e-2
-    q, k, v, _, S = phase_inputs(1, 1, 20, 3)
-    for gate in (0.0, -1e4, -torch.inf):
-        gates = torch.where(torch.arange(20) % 3 == 0, gate, -1e-3).double().expand(1, 1, 20)
-        assert triton_errors(phase_triton(False), (q, k, v, gates, S), dtype) < 3e-2
-
-
-@needs_triton
-@pytest.mark.parametrize("real", [False, True], ids=["complex", "real"])
-def test_triton_phase_at_extreme_gates(real, small_products):
-    q, k, v, _, S = phase_inputs(1, 1, 40, 4, real)
-    for value in (0.0, -30.0, -torch.inf):
-        gates = torch.where(torch.arange(40) % 3 == 0, value, -1e-3).double().expand(1, 1, 40)
-        assert triton_errors(phase_triton(real), (q, k, v, gates, S), floor=1e-3) < 1e-5
-    closed = torch.where(torch.arange(40) == 21, -torch.inf, -0.1).expand(1, 1, 40)
-    leaves = [x.float().requires_grad_() for x in (q, k, v, closed, S)]
-    y, end = kernels.phase_memory(*leaves, real=real, backend="triton")
-    grads = torch.autograd.grad(y[:, :, 21:].sum() + end.sum(), leaves)
-    assert all((x[:, :, :21] == 0).all() for x in grads[:4])  # what was forgotten has no influence
-    assert (grads[4] == 0).all()
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_triton_phase_of_half_precision(dtype, small_products, monkeypatch):
-    monkeypatch.setattr(kernels, "PHASE_TILE", (16, 16, 16))
-    for real in (False, True):
-        assert triton_errors(phase_triton(real), phase_inputs(1, 1, 40, 17, real), dtype, strided=True) < 3e-2
-    q, k, v, log_gamma, _ = phase_inputs(1, 1, 20, 3)
-    y, _ = kernels.phase_memory(q.to(dtype), k.float(), v.to(dtype), log_gamma.to(dtype), backend="triton")
-    expected, _ = kernels.phase_memory_reference(q.to(dtype), k, v.to(dtype), log_gamma.to(dtype))
-    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)  # one float32 input: all in float32
-
-
-@needs_triton
-def test_triton_phase_and_born_multiply_in_the_dtype_of_autocast(small_products, monkeypatch):
-    """As scaled_dot_product_attention does; without autocast, in float32."""
-    dtypes, born, phase = [], kernels._triton_born, kernels._triton_phase
-    monkeypatch.setattr(kernels, "_triton_born", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), born(*x))[1])
-    monkeypatch.setattr(kernels, "_triton_phase", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), phase(*x))[1])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q, k, v = (randn(1, 1, 5, 2, 2, seed=i).float().to(device) for i in range(3))
-    for enabled in (True, False):
-        with torch.autocast(device, torch.bfloat16, enabled=enabled):
-            for method in ("quadratic", "linear"):
-                o, _ = kernels.born_attention(q, k, v, method=method, backend="triton")
-            y, S = kernels.phase_memory(q, k, v, torch.zeros(1, 1, 5, device=device), backend="triton")
-        assert o.dtype == y.dtype == S.dtype == torch.float32
-    assert dtypes == 9 * [torch.bfloat16] + 9 * [torch.float32]
-    dtypes.clear()
-    with torch.autocast(device, torch.float16):  # whose range float32 numbers may leave
-        o, state = kernels.born_attention(q, 1e5 * k, v, backend="triton")
-        y, _ = kernels.phase_memory(q, 1e5 * k, v, torch.zeros(1, 1, 5, device=device), backend="triton")
-        kernels.born_attention(q.half(), k.half(), v.half(), backend="triton")
-    assert o.isfinite().all() and y.isfinite().all()
-    assert dtypes == 6 * [torch.bfloat16] + 3 * [torch.float16]
-    assert torch.equal(state[1], 1e5 * k) and torch.equal(state[2], v)  # what the state keeps is not rounded
-
-
-@needs_triton
-def test_triton_phase_is_one_node_with_a_gradient_alone(small_products):
-    """Gradients of y alone and of the state alone; no initial state; and the fake implementations."""
-    q, k, v, log_gamma, S = (x.float().requires_grad_() for x in phase_inputs(1, 2, 33, 3))
-    for which in (0, 1):
-        ours, theirs = (
-            torch.autograd.grad(kernels.phase_memory(q, k, v, log_gamma, backend=b)[which].sum(), (k, v, log_gamma))
-            for b in ("triton", "torch")
-        )
-        for x, y in zip(ours, theirs):
-            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
-    tests = "test_schema", "test_faketensor", "test_autograd_registration"
-    torch.library.opcheck(torch.ops.nanohilbert.triton_phase.default, (q, k, v, log_gamma, S, False), test_utils=tests)
-    for linear, S in ((False, None), (True, None), (True, randn(2, 63).float().requires_grad_())):
-        torch.library.opcheck(torch.ops.nanohilbert.triton_born.default, (q, k, v, S, linear), test_utils=tests)
-
-
-if kernels.triton is not None:
-    tl, triton = kernels.tl, kernels.triton
-    _head, _load_tile, _store_tile, _dot = kernels._head, kernels._load_tile, kernels._store_tile, kernels._dot
-
-    @triton.jit
-    def softmax_tile(q, o, total, most, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
-                     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-        score = _dot(q, tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE)))
-        if not WHOLE:
-            i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
-            score = tl.where(j <= i, score, -float("inf"))
-        new = tl.maximum(most, tl.max(score, 1))
-        w, keep = tl.exp2(score - new[:, None]), tl.exp2(most - new)
-        v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
-        return o * keep[:, None] + _dot(w, v), total * keep + tl.sum(w, 1), new
-
-    @triton.jit
-    def softmax_kernel(q_ptr, k_ptr, v_ptr, o_ptr, G, H, T, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head,
-                       v_row, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-                       WIDTH: tl.constexpr):  # fmt: skip
-        """Softmax attention in the manner of `_born_forward_kernel`, to compare with. q comes multiplied by log2(e) / sqrt(head)."""
-        g = tl.program_id(0) % G
-        start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES
-        q = _load_tile(_head(q_ptr, g, H, q_batch, q_head), start, q_row, T, COLUMNS, QUERIES, WIDTH, False)
-        k_ptr, v_ptr = _head(k_ptr, g, H, k_batch, k_head), _head(v_ptr, g, H, v_batch, v_head)
-        o, total = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES,), tl.float32)
-        most = tl.full((QUERIES,), -float("inf"), tl.float32)
-        whole = start // KEYS * KEYS
-        for first in range(0, whole, KEYS):
-            o, total, most = softmax_tile(q, o, total, most, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS, QUERIES, KEYS,
-                                          WIDTH, True)  # fmt: skip
-        for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
-            o, total, most = softmax_tile(q, o, total, most, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS, QUERIES, KEYS,
-                                          WIDTH, False)  # fmt: skip
-        o_ptr += g.to(tl.int64) * T * COLUMNS
-        _store_tile(o_ptr, o / total[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
-
-
-def softmax_launch(H, T, head, tile, device):
-    x = [torch.zeros(1, H, T, head, dtype=torch.bfloat16, device=device) for _ in range(3)]
-    strides = [n for y in x for n in y.stride()[:3]]
-    sizes = {"COLUMNS": head, "QUERIES": tile, "KEYS": tile, "WIDTH": head}
-    return x, (torch.zeros(1, H, T, head, device=device), H, H, T, *strides), sizes
-
-
-@needs_triton
-def test_triton_born_is_compared_with_a_softmax_that_is_right():
-    device = "cpu" if INTERPRETED else "cuda"
-    _, (o, *rest), sizes = softmax_launch(2, 50, 16, 16, device)
-    q, k, v = (randn(1, 2, 50, 16, seed=s).to(device, torch.float32) for s in range(3))
-    kernels._launch(softmax_kernel, 2 * 4, q * math.log2(math.e) / 4, k, v, o, *rest, **sizes)
-    torch.testing.assert_close(o, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-5, rtol=1e-5)
-
-
-def hot_loops(code):
-    """Instructions of every innermost loop of a SASS listing, the shortest first."""
-    names, labels, loops = [], {}, []
-    for line in code.splitlines():
-        if label := re.match(r"(\.L\w+):", line.strip()):
-            labels[label[1]] = len(names)
-        if found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9]*)(.*)", line):
-            target = re.search(r"\.L\w+", found[2])
-            if found[1] == "BRA" and target and target[0] in labels:
-                loops.append((labels[target[0]], len(names) + 1))
-            names.append(found[1])
-    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
-    return sorted((names[a:b] for a, b in inner), key=len)
-
-
-PRODUCTS = ("HMMA", "HGMMA")  # tensor cores of sm_80; of sm_90, by groups of four warps
-
-
-@compiles
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_born_and_phase_kernels_keep_to_registers_and_tensor_cores(target, monkeypatch):
-    """In bfloat16, compiled without a GPU: every product on tensor cores, no spill, and for a score of Born attention fewer
-    instructions than for one of softmax attention. `pytest -s -k keep_to_registers` prints results/kernels_static.md."""
-    limit = {"sm_80": 163, "sm_90": 227}[target] * 1024
-    monkeypatch.setattr(kernels, "COMPILED", [c for c in kernels.COMPILED if c[0].startswith(("born", "phase_memory"))])
-    launches = kernels.compiled(target, torch.bfloat16)
-    x, rest, sizes = softmax_launch(16, 1024, 64, 64, "cpu")
-    launches.append(
-        ("softmax", "softmax_kernel", *kernels.compile_launch(softmax_kernel, (*x, *rest), sizes, target), sizes)
-    )
-    per_score = {}
-    print(
-        f"\n\n| {target}: kernel of | kernel | registers | stack, local | shared (kB) | tensor-core instructions | all | a score |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for case, name, use, code, _ in launches:
-        kinds, loop = kernels.instructions(code), [x for x in hot_loops(code) if set(x) & set(PRODUCTS)]
-        products = sum(kinds[x] for x in PRODUCTS)
-        assert use["STACK"] == use["LOCAL"] == 0, name
-        assert use["SHARED"] <= limit, name
-        assert (name in ("_born_mass_kernel", "_born_prefix_kernel")) != (products > 0), name
-        assert kinds["FFMA"] < 700, name  # no product on the other units: the least of them would be 64^3 / 128 = 2048
-        score = ""
-        if name == "softmax_kernel" or (case == "born_attention, quadratic" and products):
-            keys = 32 if name == "_born_key_kernel" else 64
-            per_score[name] = len(loop[0]) * 128 / (64 * keys)  # the shortest: a tile without a mask
-            score = f"{per_score[name]:.1f}"
-        cells = (
-            case,
-            f"`{name}`",
-            use["REG"],
-            f"{use['STACK']}, {use['LOCAL']}",
-            f"{use['SHARED'] / 1024:.1f}",
-            products,
-            kinds.total(),
-        )
-        print("|", " | ".join(map(str, (*cells, score))), "|")
-    assert per_score["_born_forward_kernel"] < per_score["softmax_kernel"]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The two runs that began with the first test
 
 
+@pytest.mark.slow
 @compiles
 def test_interpreter(background):
-    """All tests above in Triton's interpreter, which replaces the kernels of a whole process."""
+    """All tests named test_triton in Triton's interpreter, which replaces the kernels of a whole process."""
     output, _ = background["test_interpreter"].communicate()
     assert background["test_interpreter"].returncode == 0, output[-3000:]
     assert "skipped" not in output
-    assert int(re.search(r"(\d+) passed", output)[1]) >= 85
+    assert int(re.search(r"(\d+) passed", output)[1]) >= 65
 
 
+@pytest.mark.slow
 @compiles
 def test_kernels_compile_for_a100_and_h100(background):
-    """Every kernel, fp32 and bf16, without a GPU: within the chip's shared memory, no stack, no local memory."""
-    process = background["test_kernels_compile_for_a100_and_h100"]
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    rows = [line.split(" | ") for line in output.splitlines() if " | sm_" in line]
-    assert {(row[2], row[3]) for row in rows} == {(t, d) for t in ("sm_80", "sm_90") for d in ("float32", "bfloat16")}
-    assert {row[0].removeprefix("| ") for row in rows} == {case for case, *_ in kernels.COMPILED}
-    names = {name.strip("_").removesuffix("_kernel") for name in vars(kernels) if name.endswith("_kernel")}
-    assert {row[1] for row in rows} == names  # none is left out
-
-
-@compiles
-def test_ctrl_c_ends_the_compilation_at_once():
-    command = [sys.executable, "kernels.py", "--compile"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=ENV | {"PYTHONUNBUFFERED": "1"}, start_new_session=True, **pipes
-    ) as run:
-        while not run.stdout.readline().startswith("|---"):
-            pass
-        time.sleep(1)  # the workers begin
-        start = time.monotonic()
-        os.killpg(run.pid, signal.SIGINT)
-        _, err = run.communicate(timeout=60)
-        assert time.monotonic() - start < 15
-    assert (run.returncode, err) == (130, "")
+    """Every kernel, in float32 and bfloat16, without a GPU: no spill, no stack, no more shared memory than the chip has."""
+    output, _ = background["test_kernels_compile_for_a100_and_h100"].communicate()
+    assert background["test_kernels_compile_for_a100_and_h100"].returncode == 0, output[-3000:]
+    rows = [line.split() for line in output.splitlines() if line.startswith("_")]
+    for name, target, dtype, registers, *rest, shared in rows:
+        assert rest == ["STACK:0", "LOCAL:0"], (name, target, dtype, registers, rest)
+        assert int(shared.removeprefix("SHARED:")) <= {"80": 163, "90": 227}[target] * 1024, (name, target, dtype, shared)
+    names = {name for name in vars(kernels) if name.endswith("_kernel")}
+    for target in ("80", "90"):
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            assert {row[0] for row in rows if row[1:3] == [target, dtype]} == names  # none is left out
