@@ -100,7 +100,7 @@ class Settings:
     checkpointing: bool = flag(None, "recompute each layer in the backward: less memory", bool)
     compile: bool = flag(False, "torch.compile each layer", bool)
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
-    eval_every: int = flag(None, "steps between validations, from the start of an epoch; also of per-layer gradient norms", int)
+    eval_every: int = flag(None, "steps between validations, from an epoch's start; per-layer gradient norms too", int)
     eval_seqs: int = flag(None, "fixed windows of a validation during training; the last takes the whole split", int)
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
@@ -301,7 +301,7 @@ def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
 
 
 def try_step(s, corpus, device):
-    """A step of 1 x 8 tokens on a copy of at most 4 layers: what cannot be computed here is told before a folder is made."""
+    """A step of 1 x 8 tokens with at most 4 layers, before a folder is made. Raises InputError if it is refused."""
     model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
     model = model_class(dataclasses.replace(config, L=min(config.L, 4))).to(device)
     model.checkpointing = s.checkpointing
@@ -341,7 +341,7 @@ class Run:
         self.start = time.monotonic() - (checkpoint["meta"]["time_s"] if checkpoint else 0)
         self.meta = {
             "spec": s.model, "size": s.size, "config": dataclasses.asdict(self.model.config),
-            "settings": dataclasses.asdict(s), "data": identity(corpus),
+            "settings": dataclasses.asdict(s), "data": broadcast_from_rank0(corpus.summary),
         }  # fmt: skip
         for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
             part.unlink(missing_ok=True)
@@ -356,8 +356,7 @@ class Run:
         if s.compile:
             for layer in self.model.layers:
                 layer.compile()
-        ids = [device.index] if device.type == "cuda" else None
-        self.network = DistributedDataParallel(self.model, device_ids=ids) if world > 1 else self.model
+        self.network = DistributedDataParallel(self.model) if world > 1 else self.model
         self.per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
 
     def write(self, event, **values):
@@ -389,7 +388,7 @@ class Run:
         return loss
 
     def update(self):
-        """One step of the optimizer. Returns its numbers for the log, the gradient norm of each layer, and whether to stop."""
+        """One step of the optimizer. Returns numbers for the log, the gradient norm of each layer, and whether to stop."""
         s, model, local = self.s, self.model, self.s.batch // world
         lr, tokens = learning_rate(self.step, s), self.corpus.split("train")
         for group in self.optimizer.param_groups:
@@ -496,7 +495,7 @@ def train(s, corpus, device, folder, again, checkpoint=None):
             val_loss = run.validate()
         losses = f"train {numbers['loss'] / math.log(2):.3f} val {val_loss / math.log(2):.3f} {report.unit(s.tokens)}"
         shown = f"{losses} {tok_s:,.0f} tok/s" + (f" MFU {speed['mfu']:.1%}" if peak else "")
-        with contextlib.suppress(Exception):  # as above: a terminal may go away
+        with contextlib.suppress(Exception):  # an extra, too
             bar.set_postfix_str(shown, refresh=False)
             bar.update()
         if evaluates and not show:
@@ -570,10 +569,6 @@ def begin_folder(folder, explicit, stack):
     return unique
 
 
-def identity(corpus):
-    return broadcast_from_rank0(corpus.summary)
-
-
 def load_data(s, checkpoint=None):
     """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it; a fault is told once.
     Raises InputError if it is not the data of the checkpoint's run."""
@@ -581,8 +576,8 @@ def load_data(s, checkpoint=None):
     with rank_in_errors():
         corpus = data.load(s.data, s.seq, tokens=s.tokens)
     if checkpoint:
-        now, was = ({k: d[k] for k in ("size", "sha256")} for d in (identity(corpus), checkpoint["meta"]["data"]))
-        if now != was:
+        now, was = broadcast_from_rank0(corpus.summary), checkpoint["meta"]["data"]
+        if (now["size"], now["sha256"]) != (was["size"], was["sha256"]):
             this, had = (f"{d['size']:,} bytes, SHA-256 {d['sha256'][:12]}" for d in (now, was))
             raise InputError(f"{corpus.path} ({this}) is not the data of this run ({had})")
     return corpus
