@@ -1,6 +1,6 @@
 """Speed of the models and their kernels, beside peers where they are installed, as Markdown tables and JSON.
 
-    python bench.py                                     on a machine with CUDA the GPU part, under four minutes; else the CPU's
+    python bench.py                                     with CUDA the GPU part, under four minutes; else the CPU's
     python bench.py --sections train,scan --threads 2   two sections, with two threads
     python bench.py --device cpu                        the CPU part, a few minutes, on any machine
 
@@ -73,16 +73,17 @@ progress = partial(tqdm, leave=False, disable=None)  # None: only on a terminal
 # Cases: a function of a shape returns one repetition of its work, as a function without arguments
 
 
-def training_step(model, B, T, loss=None):
-    """loss(model, inputs, targets); by default the cross-entropy of what the model returns first."""
+def cross_entropy(model, x, y):
+    """Of the first thing that a model returns, its logits."""
+    return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+
+
+def training_step(model, B, T, loss=cross_entropy):
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
     idx = torch.randint(V, (B, T + 1))
 
-    def first_output(model, x, y):
-        return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
-
     def repetition():
-        (loss or first_output)(model, idx[:, :-1], idx[:, 1:]).backward()
+        loss(model, idx[:, :-1], idx[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -101,7 +102,7 @@ def train_mambapy(B, T):
     from mambapy import lm
 
     model = lm.LM(lm.MambaConfig(d_model=D, n_layers=L, d_state=N, pscan=True), vocab_size=V)
-    return training_step(model, B, T, lambda model, x, y: F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+    return training_step(model, B, T, lambda model, x, y: cross_entropy(lambda x: [model(x)], x, y))
 
 
 def train_transformers(B, T):
@@ -141,17 +142,13 @@ class Gradients:
         return inputs + output + backward * (inputs + output + inputs)
 
 
-def moduli(*shape):
-    return torch.empty(*shape).uniform_(0.9, 1)
-
-
-def angles(*shape):
-    return torch.empty(*shape).uniform_(-3, 3)
+def uniform(low, high, *shape):
+    return torch.empty(*shape).uniform_(low, high)
 
 
 def scan_complex(B, C, T, backend=None):
     scan = lambda *x: kernels.complex_scan(*x, backend=backend)[0]  # noqa: E731
-    return Gradients(scan, moduli(B, T, C).log(), angles(B, T, C), torch.randn(B, T, C, 2))
+    return Gradients(scan, uniform(0.9, 1, B, T, C).log(), uniform(-3, 3, B, T, C), torch.randn(B, T, C, 2))
 
 
 def scan_cayley(B, T, H, N, dtype=torch.float32):
@@ -165,16 +162,17 @@ def scan_real(B, C, T, fla=False):
     if fla:
         from fla.ops.hgrn import chunk_hgrn
     scan = (lambda ld, b: chunk_hgrn(b, ld)[0]) if fla else (lambda ld, b: kernels.complex_scan(ld, None, b)[0])
-    return Gradients(scan, moduli(B, T, C).log(), torch.randn(B, T, C))
+    return Gradients(scan, uniform(0.9, 1, B, T, C).log(), torch.randn(B, T, C))
 
 
 def scan_accelerated(B, C, T, module="ref", from_angles=False):
     """accelerated_scan is given exp(log_decay + i theta); `from_angles` computes it too, as complex_scan does."""
     scan = import_module(f"accelerated_scan.{module}").scan
-    modulus, theta, b = moduli(B, C, T), angles(B, C, T), torch.randn(B, C, T, dtype=torch.complex64)
+    log_decay, theta = uniform(0.9, 1, B, C, T).log(), uniform(-3, 3, B, C, T)
+    b = torch.randn(B, C, T, dtype=torch.complex64)
     if from_angles:
-        return Gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), modulus.log(), theta, b)
-    return Gradients(scan, torch.polar(modulus, theta), b)
+        return Gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), log_decay, theta, b)
+    return Gradients(scan, torch.polar(log_decay.exp(), theta), b)
 
 
 def scan_selective(B, T, E, N, backend=None):
@@ -541,17 +539,17 @@ def results(jobs, deadline, patience):
             except BrokenProcessPool:
                 result, usable = "failed: its process died", False
             if not usable:
-                pool = end_pool(pool, child)
+                end(child)
+                pool = None
             yield result
     finally:
         if pool:
-            end_pool(pool, child)
+            end(child)
 
 
-def end_pool(pool, child):
+def end(child):
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)  # a kernel that hangs cannot be interrupted
-    pool.shutdown(cancel_futures=True)
 
 
 def rows_of(jobs, args, section, cells):

@@ -12,14 +12,14 @@ dyck1        brackets; 1 as long as the prefix can be completed, 0 from the firs
              are drawn among those that stay valid to the end, half freely: 65 % of the targets are 1 at length 16, 58 % at
              64. The paper says "balanced" and no more
 dyck1-iid    all drawn freely: 29 % and 17 %
-s3           not in the paper: six symbols, the permutations of three things; the target is their product so far, the
-             latest applied last. The order matters, where sums do not ask for one
-A new task is a function and an entry of TASKS. An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the mean over positions and 1,000 sequences.
+s3           not in the paper: six symbols, the permutations of three things; their product so far. Its order matters
+A new task is a function and an entry of TASKS. An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is
+the mean over positions and 1,000 sequences.
 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
 repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). Settings as in train.py:
-csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped. One
-command at a time works in a folder.
+csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped, and no two
+commands work in one folder at the same time.
 """
 
 import json
@@ -27,12 +27,11 @@ import math
 import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -114,11 +113,11 @@ def draw_brackets(rng, n, length, balanced):
 
 def draw_permutations(rng, n, length):
     group = list(permutations(range(3)))  # the first is the identity
-    product = np.array([[group.index(tuple(later[i] for i in earlier)) for earlier in group] for later in group])
+    table = np.array([[group.index(tuple(later[i] for i in earlier)) for earlier in group] for later in group])
     x = rng.randint(0, 6, (n, length))
     y, state = np.empty_like(x), 0
     for t in range(length):
-        y[:, t] = state = product[x[:, t], state]
+        y[:, t] = state = table[x[:, t], state]  # the latest is applied last
     return x, y
 
 
@@ -153,12 +152,16 @@ class LanguageModel(nn.Module):
 
 
 def build(spec, task, seeds):
-    """The model of a spec for a task: for all seeds at once, or for the first alone if it is a language model."""
+    """The model of a spec for a task: for all seeds at once, or for the first alone if it is a language model.
+
+    Raises InputError for an unknown task or model, and for settings that the model refuses."""
     name, *pairs = spec.split(":")
     if name not in csp.MODELS | sample.MODELS:
-        raise InputError(
-            f"unknown model {name!r}; known: {', '.join(csp.MODELS | sample.MODELS)}, and all for the paper's six"
-        )
+        known = ", ".join(csp.MODELS | sample.MODELS)
+        raise InputError(f"unknown model {name!r}; known: {known}, and all for the paper's six")
+    if task not in TASKS:
+        known = ", ".join(task for task in TASKS if not task.startswith("mod"))
+        raise InputError(f"unknown task {task!r}; known: {known}, mod2 ... mod99, and all for the paper's three")
     classes, V = TASKS[task].classes, max(csp.Config.V, TASKS[task].symbols)
     if name in csp.MODELS:
         config = sample.configure(spec, csp.MODELS[name].Config(classes=classes, V=V))
@@ -234,10 +237,8 @@ def token_angles(model, task, seeds, device):
         return {}
     x, _ = batches(task, seeds, WATCH_SAMPLES, 16, (0, 16), device)
     angles = []
-    hooks = [
-        block.register_forward_pre_hook(lambda block, args: angles.append(block.angle(args[0]).flatten(2)))
-        for block in model.blocks
-    ]
+    keep = lambda block, args: angles.append(block.angle(args[0]).flatten(2))  # noqa: E731
+    hooks = [block.register_forward_pre_hook(keep) for block in model.blocks]
     with torch.no_grad():
         model(x)
     for hook in hooks:
@@ -247,8 +248,7 @@ def token_angles(model, task, seeds, device):
         mean = torch.polar(torch.ones_like(angle), angle)[chosen].mean()
         return [round(float(mean.angle()), 4), round(float(mean.abs()), 4)]
 
-    S = range(len(seeds))
-    return {"theta": [[[direction(a[i], x[i] == symbol) for symbol in (0, 1)] for a in angles] for i in S]}
+    return {"theta": [[[direction(a[i], x[i] == k) for k in (0, 1)] for a in angles] for i in range(len(seeds))]}
 
 
 def train(s, seeds, device):
@@ -258,11 +258,12 @@ def train(s, seeds, device):
     S, start = len(seeds), time.monotonic()
     optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=device.type != "mps")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]  # of the dropout
-    x, y = batches(s.task, seeds, EVAL_SAMPLES, max(s.lengths), (0, max(s.lengths)), device)
+    y = batches(s.task, seeds, EVAL_SAMPLES, max(s.lengths), (0, max(s.lengths)), device)[1][:, :, first:]
+    shares = torch.bincount(y.flatten(), minlength=classes) / y.numel()
     header = {
         "event": "header", "step": 0, "tokens": 0, "time_s": 0.0, "trained_together": seeds,
         "params": {"total": sum(p.numel() for p in model.parameters()) // S},
-        "data": {"name": s.task, "classes": classes, "shares": (torch.bincount(y.flatten(), minlength=classes) / y.numel()).tolist()},
+        "data": {"name": s.task, "classes": classes, "shares": shares.tolist()},
     } | report.provenance(device, 1)  # fmt: skip
     logs = [[header | {"settings": asdict(replace(s, seed=seed))}] for seed in seeds]
 
@@ -294,11 +295,9 @@ def train(s, seeds, device):
                 model.eval()
                 acc = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device)[:, first:].mean(1)
                 losses, norms = torch.stack(seen, 1).cpu()  # (steps, S)
-                rounded = {
-                    "loss": losses.mean(0), "grad_norm": norms.mean(0), "grad_max": norms.amax(0), "acc": acc
-                }  # fmt: skip
-                write("train", epoch, lr=round(lr, 8), skipped=skipped.tolist(),
-                      **{k: [float(f"{v:.5g}") for v in values.tolist()] for k, values in rounded.items()})  # fmt: skip
+                means = {"loss": losses.mean(0), "grad_norm": norms.mean(0), "grad_max": norms.amax(0), "acc": acc}
+                rounded = {k: [float(f"{v:.5g}") for v in values.tolist()] for k, values in means.items()}
+                write("train", epoch, lr=round(lr, 8), skipped=skipped.tolist(), **rounded)
                 seen.clear()
                 bar.set_postfix_str(f"acc {acc.min():.3f}-{acc.max():.3f}" if S > 1 else f"acc {acc[0]:.3f}")
     model.eval()
@@ -332,12 +331,9 @@ def parse_seeds(text):
 
 def parse_lengths(text):
     try:
-        lengths = sorted({int(v) for v in text.split(",")})
+        return sorted({int(v) for v in text.split(",")})
     except ValueError:
         raise InputError(f"--lengths {text!r} is no list of numbers, such as 16,32,64") from None
-    if lengths[0] < 1 or lengths[-1] > LONGEST:
-        raise InputError(f"--lengths must lie between 1 and {LONGEST}")
-    return lengths
 
 
 def run_folder(out, s):
@@ -355,10 +351,8 @@ def is_finished(out, s):
         raise InputError(f"{e}; remove {folder}, and the run is trained again") from None
     before, now = events[0]["settings"], asdict(s)
     if before != now:
-        changed = [f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k]]
-        raise InputError(
-            f"{folder} holds a run of other settings ({'; '.join(changed)}): give another --out, or remove it"
-        )
+        changed = "; ".join(f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k])
+        raise InputError(f"{folder} holds a run of other settings ({changed}): give another --out, or remove it")
     return events[-1]["event"] == "final"
 
 
@@ -368,7 +362,7 @@ def split_names(text, all_of):
 
 
 def run_group(group, out, device):
-    """Trains runs that differ in their seeds alone, prints how they ended, and saves their logs, each whole or not at all."""
+    """Trains runs that differ in their seeds alone, prints how they ended, and saves their logs."""
     seeds = [s.seed for s in group]
     trained = train(group[0], seeds, device)
     mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in group[0].lengths}
@@ -413,36 +407,29 @@ def main():
     args = parser.parse_args()
     seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
     models, tasks = split_names(args.model, csp.MODELS), split_names(args.task, report.PAPER_TASKS)
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown:
-        known = ", ".join(task for task in TASKS if not task.startswith("mod"))
-        raise InputError(f"unknown task {unknown[0]!r}; known: {known}, mod2 ... mod99, and all for the paper's three")
-    longest = max(args.train_length, *lengths)
     wrong = [
         (args.epochs < 1, "--epochs must be at least 1"),
-        (not 1 <= args.train_length <= LONGEST, f"--train_length must lie between 1 and {LONGEST}"),
+        (args.train_length < 1, "--train_length must be at least 1"),
+        (lengths[0] < 1, "--lengths must be at least 1"),
         (args.batch < 1, "--batch must be at least 1"),
         (not 0 < args.lr < math.inf, "--lr must be above 0"),
         (len(set(models)) < len(models), "--model names a model twice"),
         (len(set(tasks)) < len(tasks), "--task names a task twice"),
     ]
-    wrong += [(longest > TASKS[t].longest, f"--task {t} takes lengths up to {TASKS[t].longest}") for t in tasks]
     for is_wrong, message in wrong:
         if is_wrong:
             raise InputError(message)
     device = sample.pick_device(args.device)
     out = Path(os.path.expanduser(args.out or f"runs/tasks-{args.epochs}"))
-    # What can be judged before the first run is: a fault of the last would come hours later.
-    for task in tasks:
-        for spec in models:
-            check(spec, task, device)
-    groups = [
-        [Settings(spec, task, seed, args.epochs, args.train_length, lengths, args.batch, args.lr) for seed in seeds]
-        for task in tasks for spec in models
-    ]  # fmt: skip
+    jobs = list(product(tasks, models))
+    for task, spec in jobs:  # else a fault of the last would be found hours later
+        check(spec, task, device)
+        if max(args.train_length, *lengths) > TASKS[task].longest:
+            raise InputError(f"--task {task} takes lengths up to {TASKS[task].longest}")
+    protocol = args.epochs, args.train_length, lengths, args.batch, args.lr
+    groups = [[Settings(spec, task, seed, *protocol) for seed in seeds] for task, spec in jobs]
     with data.explain(f"write into {out}"):
         out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
     with sample.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
         for group in filter(None, missing):
@@ -452,8 +439,7 @@ def main():
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
         logs = finished_logs(out, report.protocol([{"settings": asdict(groups[0][0])}]))
         text = report.task_tables(logs)
-        # A quick run prints what matters: the first table of each task; the file has all.
-        print(text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip())
+        print(text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip())  # the file has all
         try:
             paths = report.task_report(logs, out)[1]
         except Exception as e:  # noqa: BLE001  the runs are saved, and their table is printed
