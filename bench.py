@@ -539,17 +539,17 @@ def results(jobs, deadline, patience):
             except BrokenProcessPool:
                 result, usable = "failed: its process died", False
             if not usable:
-                end(child)
-                pool = None
+                pool = end_pool(pool, child)
             yield result
     finally:
         if pool:
-            end(child)
+            end_pool(pool, child)
 
 
-def end(child):
+def end_pool(pool, child):
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)  # a kernel that hangs cannot be interrupted
+    pool.shutdown(cancel_futures=True)
 
 
 def rows_of(jobs, args, section, cells):
