@@ -440,12 +440,8 @@ def main():
         logs = finished_logs(out, report.protocol([{"settings": asdict(groups[0][0])}]))
         text = report.task_tables(logs)
         print(text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip())  # the file has all
-        try:
-            paths = report.task_report(logs, out)[1]
-        except Exception as e:  # noqa: BLE001  the runs are saved, and their table is printed
-            data.note(f"note: not all tables and figures are in {out} ({type(e).__name__}: {e})")
-        else:
-            print(f"\nwrote {', '.join(map(str, paths))}")
+        _, paths = report.task_report(logs, out)
+        print(f"\nwrote {', '.join(map(str, paths))}")
 
 
 if __name__ == "__main__":
