@@ -5870,6 +5870,7 @@ def short_tasks(monkeypatch):
 
 @pytest.fixture
 def no_figures(monkeypatch):
+    """Drawing takes most of the time of a short run."""
     for name in ("plot_lengths", "plot_seeds", "plot_dynamics"):
         monkeypatch.setattr(report, name, lambda *_: None)
 
@@ -5960,7 +5961,6 @@ def test_tasks_program(program, short_tasks, monkeypatch):
     assert np.mean(events[3]["acc_by_pos"]) == pytest.approx(events[3]["acc"], abs=1e-3)
     times, trained, real = {log: log.stat().st_mtime_ns for log in logs}, [], tasks.train
     monkeypatch.setattr(tasks, "train", lambda s, seeds, _: trained.append((s.model, seeds)) or real(s, seeds, _))
-    monkeypatch.setattr(report, "task_parts", lambda logs: (report.task_tables(logs), {}))
     assert program(tasks, *argv, "--seeds", "1-3")[0] == 0
     assert trained == [("csp-vanilla", [3]), ("rnn", [3])] * 2
     assert all(log.stat().st_mtime_ns == t for log, t in times.items())
