@@ -306,12 +306,14 @@ def check_environment():
 
 
 def request(url, start=0):
-    """The answer that holds a file from byte `start` on, with the SHA-256 that the hub states (or None) as `sha256`.
+    """The answer that holds a file from byte `start` on; its `sha256` is what the hub states, or None.
 
-    Always asked for at its original URL: those that it redirects to expire. Raises RequestException for anything else."""
+    Always asked for at the original URL: those that it redirects to expire. Raises RequestException for another answer."""
     import requests
 
-    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
     if url.startswith(f"{HUB}/"):
         url = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/") + url[len(HUB) :]
         if token := os.environ.get("HF_TOKEN", "").strip():
@@ -357,11 +359,11 @@ def retry(action, url, path, position=lambda: 0, tries=None):
 
     failures = 0
     while True:
-        before = position()
+        received = position()
         try:
             return action()
         except requests.RequestException as e:
-            failures = 1 if position() - before >= 1 << 20 else failures + 1
+            failures = 1 if position() - received >= 1 << 20 else failures + 1
             reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
             lasts = isinstance(e, ValueError) or "certificate" in str(e)  # a URL that is none, ...
             status = getattr(e.response, "status_code", 400 if lasts else 500)
@@ -460,10 +462,10 @@ def obtain(source, path):
     *others, last = source.url, *source.mirrors
     for url in (*others, last):
         try:
-            size, told = (source.size, None) if source.size else retry(partial(look_up, url), url, path, tries=source.tries)
+            size, told = (source.size, None) if source.size else retry(partial(look_up, url), url, path)
             sha256 = source.sha256 or told
             if not sha256 or not size:
-                raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256 and size: unset HF_ENDPOINT")
+                raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256: unset HF_ENDPOINT")
             note(f"downloading {url} ({size / 1e6:,.1f} MB)")
             download(url, size, sha256, path, source.tries)
             return sha256
@@ -541,8 +543,8 @@ def leave_out(left, name, kind, advice=NOTHING):
 
 def describe(left):
     """What was left out, {why: names}, in a line."""
-    shown = {why: ", ".join(names[:3]) + f" and {len(names) - 3:,} more" * (len(names) > 3) for why, names in left.items()}
-    return "; ".join(f"{why}: {names}" for why, names in shown.items())
+    more = {why: f" and {len(names) - 3:,} more" if len(names) > 3 else "" for why, names in left.items()}
+    return "; ".join(f"{why}: {', '.join(names[:3])}{more[why]}" for why, names in left.items())
 
 
 def is_run(folder):
@@ -555,8 +557,8 @@ def is_run(folder):
 
 
 def list_files(root, stdlib=False):
-    """The files of a folder, [(path below root, size, mtime_ns), ...] sorted by path; and what is left out, {why: names}.
-    Of a file: itself."""
+    """The files of a folder (of a file: it), [(path below root, size, mtime_ns), ...] sorted by path; what is left out,
+    {why: names}."""
     if not root.is_dir():
         return [("", root.stat().st_size, root.stat().st_mtime_ns)], {}
     files, left, todo, own, output = [], {}, [root], cache_dir(), []
@@ -585,7 +587,7 @@ def list_files(root, stdlib=False):
                 raise InputError(f"{path} is not a regular file: remove it from the folder")
             elif is_run(path):
                 leave_out(left, name, "folder of a run")
-            elif path.name == "__pycache__" or path == Path(__file__).parent / "data" or (path / "pyvenv.cfg").exists():
+            elif path.name == "__pycache__" or (path / "pyvenv.cfg").exists() or path == Path(__file__).parent / "data":
                 leave_out(left, name, "cache")
             elif not link and path != own:  # a linked folder is read under its own name
                 todo.append(path)
@@ -849,7 +851,8 @@ def find(name_or_path, column="text"):
     if name_or_path in NAMED and not stdlib:
         return name_or_path, cache_dir() / name_or_path / f"{name_or_path}.bin", NAMED[name_or_path], {}
     given = Path(os.path.expanduser(sysconfig.get_paths()["stdlib"] if stdlib else name_or_path))
-    name = "stdlib" if stdlib else re.sub(r"[^A-Za-z0-9._-]", "_", Path(os.path.abspath(given)).stem).strip(".")[:40] or "_"
+    stem = "stdlib" if stdlib else Path(os.path.abspath(given)).stem
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", stem).strip(".")[:40] or "_"
     with explain(f"read {given}"):
         if not name_or_path or not given.exists():
             raise InputError(f"no corpus {str(name_or_path)!r}: give a name ({', '.join(NAMED)}), a file or a folder")
@@ -887,8 +890,8 @@ VOCAB_BPE = Source(
     tries=1,  # of half a megabyte at three places: without a network the error comes within seconds
 )  # fmt: skip
 WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
-# Text may be cut where a piece of the pattern ends whatever follows: before blanks, and before the last of several; between
-# a letter or digit and punctuation, and a letter and a digit. The characters named have the same class in all Unicode.
+# Text may be cut where a piece of the pattern ends whatever follows: before blanks, and before the last of several;
+# between a letter or digit and punctuation, a letter and a digit. All Unicode gives these characters the same class.
 BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 LETTER = r"A-Za-z\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 MARK = r"!-/:-@\[-`{-~\u3001\u3002\uff01-\uff0f\uff1a-\uff20"

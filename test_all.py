@@ -2304,15 +2304,15 @@ FAULTS = [  # what lies in the folder, the command line, what the message has to
     (lambda x: bind_socket(write_tree(x, {"a": b""}) / "sock"), ["x"], "sock is not a regular file"),
     (lambda x: (write_tree(x, {"a": b""}) / "zero").symlink_to("/dev/zero"), ["x"], "zero is a link out of"),
     # "x-secret" begins with "x", yet is not in it
-    (lambda x: (write_tree(x.parent, {"x/a": b"", "x-secret": b""}) / "x/b").symlink_to("../x-secret"), ["x"], "b is a link"),
-    (lambda x: (write_tree(x.parent, {"x/s/a": b"", "y/a": b""}) / "x/s/b").symlink_to(x.parent / "y"), ["x"], "b is a link"),
+    (lambda x: (write_tree(x.parent, {"x/a": b"", "x-secret": b""}) / "x/b").symlink_to("../x-secret"), ["x"], "b is a"),
+    (lambda x: (write_tree(x.parent, {"x/s/a": b"", "y/a": b""}) / "x/s/b").symlink_to(x.parent / "y"), ["x"], "b is a"),
     (lambda x: x.symlink_to("nowhere"), ["x"], "no corpus 'x'"),
     (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("nowhere"), ["x"], "No such file"),
     (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("b"), ["x"], "cannot read x"),
     (lambda x: write_tree(x.parent, {"cache/a": text(900)}), ["cache"], "where prepared corpora are kept"),
     (lambda x: write_tree(x, {"log.jsonl": b"{}", "last.pt": b""}), ["x"], "where a run and its checkpoints are kept"),
     (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "text (left out: gzip (gunzip FILE): a, b)\n"),
-    (lambda x: write_tree(x, {"a": b'{"b": 1}\n' * 2, "c": b'{"d": 1}\n' * 2}), ["x"], "(name its column with --column): a, c)"),
+    (lambda x: write_tree(x, {"a": b'{"b": 1}\n' * 2, "c": b'{"d": 1}\n' * 2}), ["x"], "with --column): a, c)"),
     (lambda x: write_tree(x, {"a.tokens": text(900)}), ["x"], "GPT-2's tokens (name such a file alone): a.tokens"),
     (lambda x: parquet(x, []), ["x"], "x holds nothing to train on"),
     (lambda x: parquet(x, documents(4)), ["x"], "too short"),
@@ -2329,8 +2329,8 @@ FAULTS = [  # what lies in the folder, the command line, what the message has to
     (lambda x: x.write_bytes(flip(zipped(x, {"a": text(9000)}))), ["x"], "damaged or encrypted zip"),
     (lambda x: zipped(x, {"a": zipped(x, {"b": b""})}), ["x"], "zip in a zip archive (unzip it): x/a"),
     (lambda x: zipped(x, {"a": parquet(x, documents(9))}), ["x"], "parquet in a zip archive (unzip it): x/a"),
-    (lambda x: x.write_bytes(b'{"text": "a"}\n' * 9 + b'{"text": 3}\n'), ["x"], "x, line 10: no JSON with a string named text"),
-    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], "(JSON lines without a column text): name its column with --column: id"),
+    (lambda x: x.write_bytes(b'{"text": "a"}\n' * 9 + b'{"text": 3}\n'), ["x"], "x, line 10: no JSON with a string"),
+    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], "without a column text): name its column with --column: id"),
     (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x", "--column", "id"], "x, line 1: no JSON with a string named id"),
 ]
 
@@ -5430,7 +5430,7 @@ def test_tokens_do_not_depend_on_where_text_is_cut(block, merges, monkeypatch):
     """Whatever the text: those of all in one piece."""
     monkeypatch.setattr(data, "BLOCK", block)
     encoding, random = data.gpt2_encoding(), np.random.RandomState(0)
-    pieces = [*" \n\r\t\x1c\u00a0\u3000'.,=-1", "\r\n", "  ", "'s", "'ll", "the", "é", "я", "中", "。", "ก็", "🙂", "½", "٣", "\u0301"]
+    pieces = [*" \n\r\t\x1c\u00a0\u3000'.,=-1éя中。🙂½٣\u0301", "\r\n", "  ", "'s", "'ll", "the", "ก็"]
     for _ in range(400):
         text = "".join(random.choice(pieces, random.randint(1, 40)))
         raw = text.encode()
@@ -5440,9 +5440,10 @@ def test_tokens_do_not_depend_on_where_text_is_cut(block, merges, monkeypatch):
 
 @pytest.mark.parametrize(
     "line",
-    ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。", "🙂 🙂🙂\n", "aGVsbG8gd29ybGQ0", "007,", "a" * 300_000 + " " * 300_000],
+    ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。", "🙂 🙂🙂\n", "aGVsbG8gd29ybGQ0", "007,",
+     "a" * 300_000 + " " * 300_000],
     ids=["CRLF", "Russian", "Chinese", "emoji", "base64", "digits", "long"],
-)
+)  # fmt: skip
 def test_tokens_take_little_memory(line, merges, monkeypatch):
     """No more than a megabyte is encoded at once, of any text."""
     encoding, sizes = data.gpt2_encoding(), []
@@ -5505,12 +5506,12 @@ ENGLISH = np.random.RandomState(0).randint(0, 265, 9000).astype("<u2")  # number
         ("zero.tokens", bytes(18_000), "its numbers run from 0 to 0"),
         ("same.tokens", b"\x02\x01" * 9000, "its numbers run from 258 to 258"),
         ("bytes.tokens", ENGLISH.astype("u1").astype("<u2").tobytes(), "its numbers run from 0 to 255"),
-        ("wide.tokens", ENGLISH.astype("<u4").tobytes(), "a fourth of its numbers or more is 0, as in numbers of 4 bytes"),
+        ("wide.tokens", ENGLISH.astype("<u4").tobytes(), "a fourth of its numbers or more is 0, as in numbers"),
         ("text.tokens", b"the a\n" * 3000, "it is text"),
-        ("array.tokens", b"\x93NUMPY" + ENGLISH.tobytes(), "(numpy array): write GPT-2's tokens as little-endian uint16"),
+        ("array.tokens", b"\x93NUMPY" + ENGLISH.tobytes(), "(numpy array): write GPT-2's tokens as little"),
         ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7"),
         ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
-        ("blank.txt", b"the a" + b" " * 10**6 + b"the", "blank.txt cannot be cut into GPT-2's tokens: byte 5 begins a word, or a"),
+        ("blank.txt", b"the a" + b" " * 10**6 + b"the", "GPT-2's tokens: byte 5 begins a word, or a blank, of"),
         ("short.txt", b"the a", "needs 257 tokens"),
     ],
 )
