@@ -6489,7 +6489,7 @@ def test_pages_name_what_exists(page):
             found = getattr(found, part)
     assert set(re.findall(r"`(test_\w+)`", TEXTS[page])) <= set(globals())
     assert all((ROOT / name).exists() for name in re.findall(r"(?:python |`)(\w+\.py)\b", TEXTS[page]))
-    for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+    for link in re.findall(r"(?:\]\(|src=\")([^)\"\s]+)[)\"]", TEXTS[page]):
         path, _, anchor = link.partition("#")
         if link.startswith("https://"):
             continue
