@@ -407,7 +407,9 @@ def main():
     args = parser.parse_args()
     seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
     models, tasks = split_names(args.model, csp.MODELS), split_names(args.task, report.PAPER_TASKS)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
     wrong = [
+        (by_torchrun, "the tasks are trained by one process: start it without torchrun"),
         (args.epochs < 1, "--epochs must be at least 1"),
         (args.train_length < 1, "--train_length must be at least 1"),
         (lengths[0] < 1, "--lengths must be at least 1"),

@@ -5951,6 +5951,7 @@ def test_a_step_that_is_not_finite_is_skipped(bad, bad_steps):
         torch.testing.assert_close(p[1], q[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tasks_program(program, short_tasks, monkeypatch):
     """A sweep, then the same again: nothing is trained twice; one more seed trains that one only."""
     argv = ["--task", "mod5,parity", "--model", "csp-vanilla,rnn", "--epochs", 2, "--lengths", "16,4", "--out", "here"]
@@ -6037,19 +6038,20 @@ TASK_FAULTS = [
     *((["--lr", text], "--lr must be above 0") for text in ("0", "nan")),
     (["--device", "tpu"], "unknown device"),
     (["--wrong"], "--wrong"),
-    *((["--model", "rnn,csp-fast", "--backend", name], message) for name, message in
-      (("tritn", "csp-fast: unknown NANOHILBERT_BACKEND 'tritn'"), ("triton", "csp-fast: backend='triton'"))),
+    (["NANOHILBERT_BACKEND=tritn", "--model", "rnn,csp-fast"], "csp-fast: unknown NANOHILBERT_BACKEND 'tritn'"),
+    (["NANOHILBERT_BACKEND=triton", "--model", "rnn,csp-fast"], "csp-fast: backend='triton'"),
+    (["TORCHELASTIC_RUN_ID=1", "WORLD_SIZE=2"], "start it without torchrun"),
     *((["--model", "rnn", "--out", out], f"cannot write into {out}") for out in ("text.txt", "text.txt/x", "/dev/null/x")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("argv", "message"), TASK_FAULTS, ids=[" ".join(a) for a, _ in TASK_FAULTS])
 def test_task_faults(program, monkeypatch, argv, message):
-    """One line, before anything is trained or made. (--backend stands for the environment variable.)"""
+    """One line, before anything is trained or made. NAME=value is a variable of the environment."""
     monkeypatch.setattr(tasks, "train", lambda *_: pytest.fail("it trained"))
-    if "--backend" in argv:
-        monkeypatch.setenv("NANOHILBERT_BACKEND", argv[-1])
-        argv = argv[:-2]
+    while argv and argv[0].partition("=")[0].isupper():
+        monkeypatch.setenv(*argv[0].split("="))
+        argv = argv[1:]
     code, out, err = program(tasks, *argv)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
@@ -6251,6 +6253,7 @@ def gpu_part(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_gpu_operations_are_timed_and_compared(gpu_part, monkeypatch):
     """Cases of each section at shapes that a CPU computes at once, one of each operation."""
 
