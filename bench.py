@@ -73,17 +73,15 @@ progress = partial(tqdm, leave=False, disable=None)  # None: only on a terminal
 # Cases: a function of a shape returns one repetition of its work, as a function without arguments
 
 
-def cross_entropy(model, x, y):
-    """Of the first thing that a model returns, its logits."""
-    return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
-
-
-def training_step(model, B, T, loss=cross_entropy):
+def training_step(model, B, T, logits=None):
+    """The loss is the second thing that the model returns, or is computed from logits(what it returns)."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
     idx = torch.randint(V, (B, T + 1))
+    x, y = idx[:, :-1].contiguous(), idx[:, 1:].contiguous()
 
     def repetition():
-        loss(model, idx[:, :-1], idx[:, 1:]).backward()
+        loss = F.cross_entropy(logits(model(x)).flatten(0, 1), y.flatten()) if logits else model(x, y)[1]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -102,7 +100,7 @@ def train_mambapy(B, T):
     from mambapy import lm
 
     model = lm.LM(lm.MambaConfig(d_model=D, n_layers=L, d_state=N, pscan=True), vocab_size=V)
-    return training_step(model, B, T, lambda model, x, y: cross_entropy(lambda x: [model(x)], x, y))
+    return training_step(model, B, T, lambda out: out)
 
 
 def train_transformers(B, T):
@@ -111,14 +109,15 @@ def train_transformers(B, T):
     import transformers as hf
 
     sizes = {"vocab_size": V, "hidden_size": D, "num_hidden_layers": L, "state_size": N}
-    return training_step(hf.MambaForCausalLM(hf.MambaConfig(**sizes, use_cache=False, use_mambapy=True)), B, T)
+    model = hf.MambaForCausalLM(hf.MambaConfig(**sizes, use_cache=False, use_mambapy=True))
+    return training_step(model, B, T, lambda out: out.logits)
 
 
 def train_nanogpt(B, T):
     from model import GPT, GPTConfig
 
-    model = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=4, n_embd=D, bias=False))
-    return training_step(model, B, T, lambda model, x, y: model(x, y.contiguous())[1])
+    config = GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=4, n_embd=D, bias=False)
+    return training_step(GPT(config), B, T)
 
 
 class Gradients:

@@ -6334,6 +6334,10 @@ def test_cpu_cases_run_where_peers_are_missing_or_fail(monkeypatch):
     ours += [(partial(bench.train_task, "rnn"),), (partial(bench.generate, "sam", 5),), (bench.scan_complex, 2, 3, 4)]
     for make, *shape in ours:
         make(*shape)()
+    peer = torch.nn.Embedding(256, 256)
+    before = peer.weight.detach().clone()
+    bench.training_step(peer, 1, 4, lambda out: out)()
+    assert not torch.equal(peer.weight, before)
 
 
 def test_deadlines_add_up():
