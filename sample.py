@@ -8,6 +8,7 @@ Also the home of MODELS, of model specs ("hmamba:N=4") and of checkpoints: `save
 
 import codecs
 import json
+import math
 import os
 import pickletools
 import re
@@ -240,9 +241,8 @@ def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
     temperature, repetition_penalty = (x and min(max(x, TINY), 1 / TINY) for x in (temperature, repetition_penalty))
     if repetition_penalty != 1:  # Keskar et al., arXiv 1909.05858, section 4.1
         chosen = logits[seen]
-        logits = logits.index_put(
-            (seen,), torch.where(chosen > 0, chosen / repetition_penalty, chosen * repetition_penalty)
-        )
+        chosen = torch.where(chosen > 0, chosen / repetition_penalty, chosen * repetition_penalty)
+        logits = logits.index_put((seen,), chosen)
     if temperature == 0:
         return torch.full_like(logits, -torch.inf).index_fill(0, logits.argmax(), 0.0)
     logits = (logits - logits.max()) / temperature
@@ -308,30 +308,23 @@ def main():
     parser = Parser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run in runs/)")
     parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
-    numbers = {
-        "length": (500, "tokens to generate"),
-        "temperature": (0.8, "0 takes the likeliest token"),
-        "top_k": (0, "sample among the K likeliest tokens; 0: all"),
-        "top_p": (1.0, "sample among the likeliest tokens that hold this share"),
-        "repetition_penalty": (1.0, "above 1: tokens seen before are less likely"),
-        "seed": (1, "of the random draws"),
+    numbers = {  # default, what is allowed, and how that and the number are called
+        "length": (500, lambda v: v >= 1, "be at least 1", "tokens to generate"),
+        "temperature": (0.8, lambda v: 0 <= v < math.inf, "be 0 or more", "0 takes the likeliest token"),
+        "top_k": (0, lambda v: v >= 0, "be 0 or more", "sample among the K likeliest tokens; 0: all"),
+        "top_p": (1.0, lambda v: 0 < v <= 1, "lie in (0, 1]", "sample among the likeliest that hold this share"),
+        "repetition_penalty": (1.0, lambda v: 0 < v < math.inf, "be above 0", "above 1: fewer tokens seen before"),
+        "seed": (1, lambda v: 0 <= v < 2**63, "lie in 0 ... 2^63 - 1", "of the random draws"),
     }
-    for name, (default, text) in numbers.items():
+    for name, (default, _, _, text) in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     args = parser.parse_args()
-    wrong = [
-        (args.length < 1, "--length must be at least 1"),
-        (not 0 <= args.temperature < float("inf"), "--temperature must be 0 or more"),
-        (args.top_k < 0, "--top_k must be 0 or more"),
-        (not 0 < args.top_p <= 1, "--top_p must lie in (0, 1]"),
-        (not 0 < args.repetition_penalty < float("inf"), "--repetition_penalty must be above 0"),
-        (not 0 <= args.seed < 2**63, "--seed must lie in 0 ... 2^63 - 1"),
-        (not args.prompt, "--prompt is empty: a model needs one token to start from"),
-    ]
-    for is_wrong, message in wrong:
-        if is_wrong:
-            raise InputError(message)
+    for name, (_, allows, rule, _) in numbers.items():
+        if not allows(getattr(args, name)):
+            raise InputError(f"--{name} must {rule}")
+    if not args.prompt:
+        raise InputError("--prompt is empty: a model needs one token to start from")
     run = newest_run() if args.run is None else os.path.expanduser(args.run)
     model, meta = load(run, pick_device(args.device))
     print(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}", file=sys.stderr)
