@@ -21,6 +21,7 @@ order     sequence j of step s is window perm(seed, epoch)[(s*batch + j) mod n]:
 import argparse
 import codecs
 import hashlib
+import io
 import itertools
 import json
 import mmap
@@ -937,8 +938,12 @@ def codec(vocab_size):
         return list, lambda token: bytes([token])
     if vocab_size != GPT2_VOCAB:
         raise InputError(f"a vocabulary of {vocab_size}: neither bytes (256) nor GPT-2's tokens ({GPT2_VOCAB})")
-    encoding = gpt2_encoding()
-    return lambda text: encoding.encode_ordinary(text.decode(errors="replace")), encoding.decode_single_token_bytes
+
+    def encode(text):
+        raw = text.decode(errors="replace").encode()
+        return [token for tokens in encode_blocks(io.BytesIO(raw), len(raw), "the text", 0) for token in tokens]
+
+    return encode, gpt2_encoding().decode_single_token_bytes
 
 
 def encode_blocks(file, size, path, begin):
