@@ -182,7 +182,7 @@ def markdown(head, rows, title="", note=""):
 # Of each model, in every figure. Complex models are drawn through, real ones dashed.
 COLOURS = {
     "hmamba": "#0072B2", "mamba": "#D55E00", "htransformer": "#009E73", "transformer": "#CC79A7", "pam": "#7B3FA0",
-    "sam": "#E69F00", "csp-vanilla": "#56B4E9", "csp-fast": "#332288", "rnn": "#222222", "complex-rnn": "#882255",
+    "sam": "#E69F00", "csp-vanilla": "#7CB342", "csp-fast": "#332288", "rnn": "#222222", "complex-rnn": "#882255",
     "signed-mamba": "#9C7A00", "decoder": "#999999",
 }  # fmt: skip
 COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # real model -> its complex realization
@@ -225,7 +225,7 @@ def figure(path, title, rows=1, columns=1, height=2.4, colours=128, **shared):
         yield axes
         labelled = {name: a for ax in axes.flat for a, name in zip(*ax.get_legend_handles_labels())}
         across = max(1, min(len(labelled), int(128 / (11 + max(map(len, labelled), default=0)))))
-        lines, title = -(-len(labelled) // across), textwrap.fill(title, 95)
+        lines, title = -(-len(labelled) // across), textwrap.fill(title, 108)
         fig.set_size_inches(7.5, height * rows + 0.2 * lines + 0.15 * title.count("\n") + 0.3)
         fig.suptitle(title, fontsize=9)
         if labelled:
@@ -619,7 +619,7 @@ def plot_curves(shared, models, path):
 def plot_steps(shared, models, path):
     """QS figure 3: bars of the steps to each target, points the seeds, in a bar its ratio to its reference, into the PNG `path`."""
     goals, families = targets(models)[0], panels(models)
-    title = f"{caption(shared, models)}; points: seeds; numbers: ratio of steps to the reference's"
+    title = f"{caption(shared, models)}; points: seeds; numbers: ratio of steps"
     with figure(path, title, len(families)) as axes:
         for (ax,), (name, labels) in zip(axes, families):
             width = 0.8 / len(labels)
@@ -633,14 +633,14 @@ def plot_steps(shared, models, path):
                 reached = [s for s in steps.values() if s is not None]
                 whole = len(reached) == len(steps)  # a mean over some of the seeds would be too low
                 ratios = [steps[seed] / theirs[seed] for seed in steps if whole and theirs.get(seed)]
-                text = f" {statistics.geometric_mean(ratios):.2f}" if all(x > 0 for x in ratios) and ratios else ""
+                text = f"  {statistics.geometric_mean(ratios):.2f}" if all(x > 0 for x in ratios) and ratios else ""
                 if not whole:
                     text = f" {len(reached)} of {len(steps)} seeds" if reached else " not reached"
                 height = statistics.fmean(reached) if whole else 0
                 legend = None if j else label + (f" / {other}" if other else "")
                 ax.bar(x, height, 0.9 * width, color=colour, label=legend, alpha=0.6)
                 ax.plot([x] * len(reached), reached, ".", color="black", ms=3)
-                ax.text(x, max(reached, default=0), text, rotation=90, ha="center", va="bottom", fontsize=7)
+                ax.text(x, max(reached) if whole else 0, text, rotation=90, ha="center", va="bottom", fontsize=7)
             ax.set_xticks(range(len(goals)), [f"{goal} {unit(shared['tokens'])}" for goal in goals])
             ax.margins(y=0.2)
             ax.set(title=name, ylabel="steps to the loss")
@@ -900,7 +900,7 @@ def plot_lengths(task, models, path):
     s, seeds = header["settings"], sorted({len(runs) for runs in models.values()})
     length, longest = s["train_length"], max(s["lengths"])
     title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {'-'.join(map(str, seeds))} seeds a model"
-    with figure(path, f"{title}; dashed grey: always the commonest answer", 1, 2, 3, sharey=True) as axes:
+    with figure(path, f"{title}; grey: always the commonest answer", 1, 2, 3, sharey=True) as axes:
         left, right = axes[0]
         for model, runs in models.items():
             logged = [[e for e in events if e["event"] == "eval"] for events in runs.values()]
@@ -1148,9 +1148,8 @@ def plot_scaling(fits, tokens, path):
                 label = f"{quantity}: {names[1]} crosses {names[0]} at 10^({math.log10(met[0]):.2f} +- {met[2]:.2f}){theirs}"
                 ax.axvline(met[0], ls=":", color="grey", label=label)
             ax.set(xscale="log", yscale="log", ylabel=f"validation {quantity}" + ", nats" * (quantity == "loss"))
-            for axis in (ax.xaxis, ax.yaxis):
-                axis.set_major_formatter("{x:g}")
-                axis.set_minor_formatter("{x:g}")
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter("{x:g}")
         ax.set_xlabel("parameters")
 
 
