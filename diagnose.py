@@ -121,13 +121,13 @@ def repetition_rows(events, windows, split, decode):
     real text, and of the texts that a run logged in the last tenth of its steps. split, decode: of `repetitions`, of a token."""
     rows, end = [], 0.9 * events[-1]["step"]
     texts = {"validation text": [b"".join(map(decode, window)).decode(errors="replace") for window in windows.tolist()]}
-    for event, how in SAMPLING.items():
-        texts[how] = [e["text"] for e in events if e["event"] == event and e["step"] >= end]
-    for how, of in texts.items():
-        if of:
-            intervals = map(mean_interval, repetitions(of, split).values())
+    for event, name in SAMPLING.items():
+        texts[name] = [e["text"] for e in events if e["event"] == event and e["step"] >= end]
+    for name, written in texts.items():
+        if written:
+            intervals = map(mean_interval, repetitions(written, split).values())
             cells = [f"{mean:.3f}" + ("" if half is None else f" +- {half:.3f}") for mean, half in intervals]
-            rows.append([how, len(of), *cells])
+            rows.append([name, len(written), *cells])
     return rows
 
 
@@ -346,10 +346,6 @@ def phases(folders, text):
     return "\n".join(lines), figures
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Command line
-
-
 def diagnose(folders, logs, wordnet=None):
     """What the PAM paper looks for in trained models, of runs of PAM and SAM: effective rank of the memory, beside the same
     model at its initialisation; repetition of the texts in the log; phase coherence of word pairs, if `wordnet` names the folder
@@ -405,9 +401,9 @@ def diagnose(folders, logs, wordnet=None):
             figures[f"coherence-{name}.png"] = partial(plot_coherence, groups)
     if any(steps for _, steps, _ in curves.values()):
         figures["repetition.png"] = partial(plot_repetition, curves)
-    at = [f"{of}after {t}" for of in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
+    head = [f"{kind}after {t}" for kind in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
     text = [
-        markdown(["run", "d", "windows", "tokens", *at], rank_rows, "### Effective rank of the memory S_t",
+        markdown(["run", "d", "windows", "tokens", *head], rank_rows, "### Effective rank of the memory S_t",
                  f"The paper: about {PAPER_RANK} of d = 64 within 10-{PAPER_SETTLED} tokens. Ours: mean over layers, heads and "
                  "windows of validation text (lowest-highest head)."),
         markdown(["run", "unit", "texts", "n", "3-grams repeated", "4-grams repeated", "unique"], repetition_table,

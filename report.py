@@ -244,11 +244,11 @@ def mean_curve(curves):
     return common, [statistics.fmean(v[x] for v in values) for x in common]
 
 
-def draw_runs(ax, curves, label, **how):
+def draw_runs(ax, curves, label, **look):
     """Curves [(x, y)] of several seeds: each thin, and their mean."""
     for x, y in curves if len(curves) > 1 else ():
-        ax.plot(x, y, **how, lw=0.6, alpha=0.4)
-    ax.plot(*mean_curve(curves), **how, lw=1.6, label=label)
+        ax.plot(x, y, **look, lw=0.6, alpha=0.4)
+    ax.plot(*mean_curve(curves), **look, lw=1.6, label=label)
 
 
 def write_report(text, figures, out):
@@ -620,16 +620,17 @@ def plot_steps(shared, models, path):
     """QS figure 3: bars of the steps to each target, points the seeds, in a bar its ratio to its reference, into the PNG `path`."""
     goals, families = targets(models)[0], panels(models)
     title = f"{caption(shared, models)}; points: seeds; numbers: ratio of steps"
+
+    def steps_of(label, goal):
+        return {seed: steps_to_target(*curve(events), goal) for seed, events in models.get(label, {}).items()}
+
     with figure(path, title, len(families)) as axes:
         for (ax,), (name, labels) in zip(axes, families):
             width = 0.8 / len(labels)
             for i, j in product(range(len(labels)), range(len(goals))):
                 label, goal, colour = labels[i], goals[j], style(labels[i])["color"]
                 x, other = j + width * (i - (len(labels) - 1) / 2), reference(label, models)
-                steps, theirs = (
-                    {seed: steps_to_target(*curve(events), goal) for seed, events in models.get(of, {}).items()}
-                    for of in (label, other)
-                )
+                steps, theirs = steps_of(label, goal), steps_of(other, goal)
                 reached = [s for s in steps.values() if s is not None]
                 whole = len(reached) == len(steps)  # a mean over some of the seeds would be too low
                 ratios = [steps[seed] / theirs[seed] for seed in steps if whole and theirs.get(seed)]
@@ -709,9 +710,9 @@ def plot_rates(shared, models, path):
     with figure(path, caption(shared, models), len(families)) as axes:
         for (ax,), (name, labels) in zip(axes, families):
             for label in labels:
-                rates, how = sorted(found[label]), style(label)
-                ax.plot(rates, [statistics.fmean(found[label][rate]) for rate in rates], **how, label=label)
-                ax.plot(*zip(*[(rate, loss) for rate in rates for loss in found[label][rate]]), "o", ms=4, color=how["color"])
+                rates, look = sorted(found[label]), style(label)
+                ax.plot(rates, [statistics.fmean(found[label][rate]) for rate in rates], **look, label=label)
+                ax.plot(*zip(*[(rate, loss) for rate in rates for loss in found[label][rate]]), "o", ms=4, color=look["color"])
             ticks = sorted({rate for label in labels for rate in found[label]})
             ax.set(title=name, xlabel="peak learning rate", xscale="log", ylabel=f"loss, {unit(shared['tokens'])}")
             ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
@@ -923,9 +924,9 @@ def plot_seeds(groups, path):
             for i, (model, runs) in enumerate(models.items()):
                 ours = [accuracies(events)[longest] for events in runs.values()]
                 theirs = paper_task(task, model)[1] if longest == 64 else ()
-                how = {"color": style(model)["color"], "ls": "", "ms": 5, "alpha": 0.7}
-                ax.plot([i - 0.15] * len(ours), ours, marker="o", **how)
-                ax.plot([i + 0.15] * len(theirs), theirs, marker="x", **how)
+                look = {"color": style(model)["color"], "ls": "", "ms": 5, "alpha": 0.7}
+                ax.plot([i - 0.15] * len(ours), ours, marker="o", **look)
+                ax.plot([i + 0.15] * len(theirs), theirs, marker="x", **look)
             for marker, label in (("o", "ours"), ("x", "the paper's")):
                 ax.plot([], [], marker, color="0.3", label=label)
             ax.set_xticks(range(len(models)), models, rotation=40, ha="right")
@@ -941,9 +942,9 @@ def plot_dynamics(groups, model, path):
         for i, (task, runs) in enumerate(groups.items()):
             for j, (seed, events) in enumerate(runs.items()):
                 train = [e for e in events if e["event"] == "train"]
-                epochs, how = [e["epoch"] for e in train], {"color": f"C{j % 10}", "lw": 0.8}
-                axes[0][i].semilogy(epochs, [e["grad_max"] for e in train], **how)
-                axes[1][i].plot(epochs, [e["acc"] for e in train], label=f"seed {seed}" if j < 10 else None, **how)
+                epochs, look = [e["epoch"] for e in train], {"color": f"C{j % 10}", "lw": 0.8}
+                axes[0][i].semilogy(epochs, [e["grad_max"] for e in train], **look)
+                axes[1][i].plot(epochs, [e["acc"] for e in train], label=f"seed {seed}" if j < 10 else None, **look)
             axes[0][i].set(title=task)
             axes[1][i].set(xlabel="epoch")
         axes[0][0].set(ylabel="largest gradient norm\nsince the last point")
@@ -1118,8 +1119,8 @@ def scaling_table(logs, tokens):
                     f"perplexity of {first} / its own", "the paper's"]  # fmt: skip
     head = ["quantity", "model", "runs", "sizes", "slope +- standard error", "the paper's slope",
             f"crosses {first} at N (y)", "log10 N +- standard error", "the paper's"]  # fmt: skip
-    how = "Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there is no crossing."
-    return "\n\n".join([markdown(head_of_ends, ends), markdown(head, rows, note=how)]), fits
+    note = "Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there is no crossing."
+    return "\n\n".join([markdown(head_of_ends, ends), markdown(head, rows, note=note)]), fits
 
 
 def plot_scaling(fits, tokens, path):

@@ -4903,7 +4903,7 @@ def test_report_faults(program, content):
     assert (code, out, err.startswith("error: "), err.count("\n")) == (2, "", True, 1)
 
 
-@pytest.mark.parametrize("damage", ["settings", "lr", "sha256", "total", "loss", "layers", "back"])
+@pytest.mark.parametrize("damage", ["settings", "lr", "sha256", "total", "loss", "clip", "layers", "back"])
 def test_report_of_a_damaged_log(program, damage):
     write_log("a", "hmamba", [8, 3, 2.5])
     lines = [json.loads(line) for line in Path("a/log.jsonl").read_text().splitlines()]
@@ -4912,6 +4912,8 @@ def test_report_of_a_damaged_log(program, damage):
         lines[0]["settings"] = [1]
     elif damage == "layers":
         lines[3]["layers"] = [0.1, "much"]
+    elif damage == "clip":
+        lines[0]["optimizer"] = {"betas": [0.9], "decay": [0.1]}
     elif damage == "back":  # a second writer
         lines[4], lines[7] = lines[7], lines[4]
     else:
