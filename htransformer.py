@@ -223,13 +223,15 @@ class TransformerBlock(nn.Module):
     def forward(self, x, state):
         """x (B, T, D) -> the same, and the state after it."""
         c, (B, T, _), (position, past) = self.c, x.shape, state
-        qkv = self.qkv_proj(self.norm(x)).view(B, T, 3, -1, c.head).permute(2, 0, 3, 1, 4)  # (3, B, heads, T, head)
-        turned = wide(qkv[:2])
+        qk, v = self.qkv_proj(self.norm(x)).split((2 * c.D, c.D), -1)
+        qk, v = (y.view(B, T, -1, c.head).transpose(1, 2) for y in (qk, v))  # (B, 2 heads or heads, T, head)
+        turned = wide(qk)
         angle = angles(position, T, 10000 ** (-torch.arange(0, c.head, 2).to(turned) / c.head))  # (T, head / 2)
         # A pair is (i, i + head / 2), a permutation of (2i, 2i + 1): (re, im) -> (re cos - im sin, im cos + re sin).
         cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-        q, k = (turned * cos + turned.roll(c.head // 2, -1) * sin).to(qkv.dtype)
-        y, past = softmax_attention(q, k, qkv[2], past)
+        turned = torch.addcmul(turned * cos, turned.roll(c.head // 2, -1), sin)
+        q, k = turned.to(v.dtype).chunk(2, 1)
+        y, past = softmax_attention(q, k, v, past)
         x = x + self.out_proj(y.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.silu(self.mlp_in(self.mlp_norm(x)))), (position + T, past)
 
