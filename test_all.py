@@ -1385,7 +1385,8 @@ def in_pieces(model, idx, cuts):
     [(v, torch.float64, 90) for v in VARIANTS] + [(v, torch.float32, 300) for v in EXACT if v not in ILL_CONDITIONED],
 )
 def test_step_and_chunked_prefill_equal_the_full_pass(spec, dtype, T):
-    """In float64 to rounding, in float32 to 1e-4: T sums of numbers of size 1 lose at most T 2^-24 each."""
+    """So no output sees what follows. In float64 to rounding, in float32 to 1e-4: sums of T numbers of size 1 lose at
+    most T 2^-24 each."""
     model, idx = make(spec, L=2 if T < 100 else 1).to(dtype), text_batch(2, T)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-10
     full, loss, end = model(idx, idx, model.init_state(2))
@@ -1431,33 +1432,13 @@ def test_a_state_keeps_no_sequence():
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_empty_inputs_are_refused(spec):
     model = make(spec, L=1)
-    for B, T in ((2, 0), (0, 3), (0, 0)):
-        idx = torch.zeros(B, T, dtype=torch.long)
-        for call in (lambda: model(idx), lambda: model(idx, idx), lambda: model(idx, state=model.init_state(B))):
-            with pytest.raises(ValueError, match=re.escape(f"idx has shape ({B}, {T}); expected (B, T) with at least")):
-                call()
+    for shape in ((2, 0), (0, 3), (0, 0)):
+        idx = torch.zeros(shape, dtype=torch.long)
+        for targets, state in ((None, None), (idx, None), (None, model.init_state(shape[0]))):
+            with pytest.raises(ValueError, match=re.escape(f"idx has shape {shape}; expected (B, T) with at least")):
+                model(idx, targets, state)
     with pytest.raises(ValueError, match=r"idx has shape \(0, 1\)"):
         model.step(torch.zeros(0, dtype=torch.long), model.init_state(0))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("spec", VARIANTS)
-def test_models_are_causal(spec):
-    model, idx = make(spec, L=2), text_batch(1, 80)
-    changed = idx.clone()
-    changed[:, 50] = (idx[:, 50] + 1) % 256
-    before, after = model(idx)[0], model(changed)[0]
-    torch.testing.assert_close(after[:, :50], before[:, :50], atol=1e-5, rtol=0)
-    assert (after[:, 50:] - before[:, 50:]).abs().amax(-1).min() > 0  # the present and all that follows depend on it
-
-
-@pytest.mark.parametrize("spec", VARIANTS)
-def test_every_parameter_learns(spec):
-    """Each gets a gradient that is finite and not zero: nothing is dead, and DDP finds nothing unused."""
-    model, idx = make(spec, L=2), text_batch(2, 65)
-    model(idx[:, :-1], idx[:, 1:])[1].backward()
-    for name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0, name
 
 
 # ---- numbers: dtypes, derivatives, backends, positions ----
@@ -1465,7 +1446,7 @@ def test_every_parameter_learns(spec):
 
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_dtypes(spec):
-    """float64 stays float64. From half-precision parameters come float32 logits, losses and sums, off by a few roundings."""
+    """float64 stays float64. Half-precision parameters give float32 logits, losses and sums, off by a few roundings."""
     idx = text_batch(2, 40)
     for dtype, eps in ((torch.float64, 1e-12), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)):
         model = make(spec, L=2).to(dtype)
@@ -1476,7 +1457,7 @@ def test_dtypes(spec):
         step, state = model.step(idx[:, 0], state)
         widened = torch.promote_types(dtype, torch.float32)
         assert {x.dtype for x in (logits, loss, step)} == {widened}
-        for x in tensors(state):  # only the inputs of the convolution, and of PyTorch's attention, are held as they came
+        for x in tensors(state):  # inputs of the convolution, and of PyTorch's attention, are held as they came
             assert x.dtype == widened or x.shape[1:] == (3, 2 * model.config.D) or spec in SOFTMAX
         if spec not in ILL_CONDITIONED:
             exact = model.double()(idx)[0]
@@ -1503,7 +1484,7 @@ def test_gradients_against_finite_differences(spec):
 
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_the_reference_backend_and_forward_mode(spec, monkeypatch):
-    """NANOHILBERT_BACKEND=reference computes the same, gradients and states included, and a jvp, which the operators refuse."""
+    """NANOHILBERT_BACKEND=reference computes the same, with gradients and states, and a jvp, which the operators refuse."""
     model, idx = make_small(spec), torch.arange(10).view(2, 5)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     tangents = {name: randn(*p.shape, 1, seed=i).squeeze(-1) for i, (name, p) in enumerate(parameters.items())}
@@ -1518,6 +1499,8 @@ def test_the_reference_backend_and_forward_mode(spec, monkeypatch):
         return [logits, *(p.grad for p in model.parameters()), *([] if "htransformer" in spec else tensors(state))]
 
     plain = run()
+    # Nothing is dead, and DDP finds nothing unused.
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
     if spec in EXACT:  # the clamped scan is plain PyTorch
         with pytest.raises(NotImplementedError, match="forward AD" if spec in SOFTMAX else "backend='reference'"):
             torch.func.jvp(loss, (parameters,), (tangents,))
@@ -1672,7 +1655,8 @@ def test_parameter_counts():
     """QS 5.7: 253M, pairs within 0.02 %. The counts are worked out by hand."""
     totals = {name: count(name, "253m")["total"] for name in ("hmamba", "mamba", "htransformer", "transformer")}
     assert list(totals.values()) == [253_033_856, 253_051_904, 253_107_584, 253_150_208]
-    for one, two, share in (("hmamba", "mamba", 2e-4), ("htransformer", "transformer", 2e-4), ("hmamba", "transformer", 5e-4)):
+    pairs = {("hmamba", "mamba"): 2e-4, ("htransformer", "transformer"): 2e-4, ("hmamba", "transformer"): 5e-4}
+    for (one, two), share in pairs.items():
         assert abs(totals[one] - totals[two]) < share * totals[two]
     assert hmamba.matched_width(hmamba.MambaConfig(D=1024, L=24, H=16)) == 1258  # the paper's width
     for size, config in hmamba.Mamba.SIZES.items():  # within one unit of width at every size
@@ -1691,8 +1675,8 @@ def test_parameter_counts():
 
 
 def test_pam_sizes_are_those_of_table_1():
-    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size. The Transformer
-    (IV.3, matched dense) has PAM's layers, its parameters within 0.1 %, and its protocol."""
+    """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size. The
+    Transformer (IV.3, matched dense) has PAM's layers, its parameters within 0.1 %, and its protocol."""
     for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
         with torch.device("meta"):
             model, twin, dense = (make(name, size, V=50257) for name in ("pam", "sam", "transformer"))
@@ -1700,8 +1684,7 @@ def test_pam_sizes_are_those_of_table_1():
         assert total == sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=0.01), size
         assert twin.num_params()["total"] == pytest.approx(total, rel=0.005), size
         assert dense.num_params()["total"] == pytest.approx(total, rel=1e-3), size
-        assert len(dense.layers) == len(model.layers)
-        assert 3 < dense.config.mlp / dense.config.D < 5
+        assert len(dense.layers) == len(model.layers) and 3 < dense.config.mlp / dense.config.D < 5
         assert train.resolve({}, "transformer", size, "1", torch.device("cpu")).lr == 3e-5
         states = [[sum(x.numel() for x in tensors(layer)) for layer in m.init_state(1)] for m in (model, twin)]
         assert states[0] == states[1]
@@ -1719,14 +1702,14 @@ def test_pam_sizes_are_those_of_table_1():
 
 def test_flops():
     """6 flops a matrix parameter, tied head included, forward and backward; the recurrence is a small rest."""
+    # By hand, per token, layer and head at T = 1024: 512 keys, products of width 64 for scores and values.
+    hand = {"transformer": 24 * 16 * 512 * 2 * (64 + 64), "htransformer": 24 * 16 * 512 * 2 * (32 + 32 + 32)}
     for spec in ("hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer"):
         with torch.device("meta"):
             model = make(spec, "253m")
-        named = [(n, p) for n, p in model.named_parameters() if p.dim() == 2 and "A_log" not in n and "omega" not in n]
-        matrices = sum(p.numel() for _, p in named)
+        named = [(name[-5:], p) for name, p in model.named_parameters() if p.dim() == 2]
+        matrices = sum(p.numel() for ending, p in named if ending not in ("A_log", "omega"))
         assert 6 * matrices <= model.flops_per_token(1024) < (1.05 if "mamba" in spec else 1.2) * 6 * matrices
-        # By hand, per token, layer and head at T = 1024: 512 keys, products of width 64 for scores and values.
-        hand = {"transformer": 24 * 16 * 512 * 2 * (64 + 64), "htransformer": 24 * 16 * 512 * 2 * (32 + 32 + 32)}
         assert spec not in hand or model.mixing_flops(1024) == hand[spec]
     # A complex map of n x m costs 4nm multiplications on 2nm numbers; the tied head is a real map of 2D.
     with torch.device("meta"):
@@ -1734,7 +1717,6 @@ def test_flops():
     D, V, w = 384, 50257, twin.config.width
     maps = 16 * (4 * 9 * D**2 + 4 * 4 * D * D + 3 * D * 6)
     assert model.flops_per_token(512) == 6 * (maps + 2 * D * V) + 3 * 16 * 6 * 64**2 * 18
-    assert twin.config.heads == 12
     maps = 16 * (9 * w**2 + 4 * w * 12 * 64 + 2 * w * 12)
     assert twin.flops_per_token(512) == 6 * (maps + w * V) + 3 * 16 * 12 * 64**2 * 5
 
@@ -1765,9 +1747,8 @@ def test_initialisation_is_as_the_docstrings_say():
             assert_xavier(proj.weight, scale)
         torch.testing.assert_close(host.omega.abs().log10(), torch.linspace(low, high, 16).expand(8, 16))
         assert (host.omega.sign()[:, 1:] == -host.omega.sign()[:, :-1]).all()
-    assert all((proj.bias == 0).all() for proj in (attention.param_proj, attention.back_proj, attention.out_proj))
+        assert (host.param_proj.bias[:-8] == 0).all()  # all but H-Mamba's dt
     assert attention.e.std().item() == pytest.approx(0.5**0.5, rel=0.1)
-    assert (layer.param_proj.bias[:-8] == 0).all()
     dt = F.softplus(torch.cat([x.param_proj.bias[-8:] for x in model.layers]))
     assert 1e-3 <= dt.min() < 5e-3 and 0.02 < dt.max() <= 0.1 * 1.001
     psi0 = model.init_state(3)[3][1]
@@ -1782,16 +1763,15 @@ def test_initialisation_is_as_the_docstrings_say():
     assert_xavier(mixer.out_proj.weight, 10**-0.5)
     assert_xavier(xavier.out_proj.weight)
     layer = make("transformer", "small", L=2).layers[1]
-    assert_xavier(layer.qkv_proj.weight[:512])
-    assert_xavier(layer.out_proj.weight, 0.5)
-    assert_xavier(layer.mlp_out.weight, 0.5)
+    for weight, scale in ((layer.qkv_proj.weight[:512], 1), (layer.out_proj.weight, 0.5), (layer.mlp_out.weight, 0.5)):
+        assert_xavier(weight, scale)
 
     model = make("pam")
     assert model.embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
-    for layer in model.layers:
-        assert (layer.alpha_cgu.item(), layer.alpha_pam.item()) == pytest.approx((1.0, 0.1))
-        assert (layer.cgu.act.bias == 0).all()
-        assert (layer.pam.dt_proj.bias == -4).all() and (layer.pam.protect_proj.bias == -3).all()
+    layer = model.layers[0]
+    constants = (layer.alpha_cgu, 1.0), (layer.alpha_pam, 0.1), (layer.cgu.act.bias, 0), (layer.pam.dt_proj.bias, -4)
+    for p, value in (*constants, (layer.pam.protect_proj.bias, -3)):
+        torch.testing.assert_close(p, torch.full_like(p, value))
     for module in model.modules():
         for weight in (module.weight_r, module.weight_i) if isinstance(module, pam.ComplexLinear) else ():
             gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
@@ -1824,14 +1804,11 @@ def test_decay_groups(spec, exempt, decayed):
         ("gru", "unknown model 'gru'; known: hmamba, mamba, htransformer, transformer"),
         ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="),
         ("hmamba:N", "no setting 'N'"),
-        ("hmamba:V=3", "no setting 'V=3'"),
         ("hmamba:N=four", "N=four is not int"),
         ("hmamba:N=0", "N=0 must be at least 1"),
         ("hmamba:field=quaternion", "field=quaternion is unknown; known: complex, real"),
         ("hmamba:field=real:scan=clamped", "field=complex only"),
-        ("mamba:init=zero", "known: official, xavier"),
         ("mamba:D=33:head=born", "must be even"),
-        ("htransformer:score=cosine", "score=cosine is unknown; known: born, softmax"),
         ("htransformer:H=0", "H=0 must be at least 1"),
         ("transformer:head=48", "head=48 must be even and divide D=128"),
         ("pam:order=random", "order=random is unknown; known: interleaved, sequential"),
@@ -1863,8 +1840,8 @@ def watch(layer, *names):
     """What the named parts of a layer take in and give out: {name: (input, output)}."""
     seen = {}
     for name in names:
-        hook = lambda _, args, out, name=name: seen.__setitem__(name, (args[0], out))  # noqa: E731
-        getattr(layer, name).register_forward_hook(hook)
+        part = getattr(layer, name)
+        part.register_forward_hook(lambda _, args, out, name=name: seen.__setitem__(name, (args[0], out)))
     return seen
 
 
@@ -1887,7 +1864,8 @@ def test_h_mamba_block_is_what_the_paper_writes(spec):
     seen = watch(layer, "in_proj", "conv1d", "param_proj", "back_proj")
     y, (_, last) = layer(x, layer.init_state(2))
     padded = F.pad(seen["in_proj"][1].chunk(2, -1)[0], (0, 0, 3, 0)).mT  # three inputs of zero before the first
-    torch.testing.assert_close(seen["conv1d"][1][0], F.conv1d(padded, layer.conv1d.weight, layer.conv1d.bias, groups=256).mT)
+    convolved = F.conv1d(padded, layer.conv1d.weight, layer.conv1d.bias, groups=256).mT
+    torch.testing.assert_close(seen["conv1d"][1][0], convolved)
     p = dict(zip(layer.widths, seen["param_proj"][1].split(widths, -1)))
     alpha = p["gate"].sigmoid() if c.gate == "sigmoid" else torch.ones(2, T, 1)
     b, C, psi0 = p["b"], p["C"], layer.psi0 / layer.psi0.norm(dim=-1, keepdim=True)
@@ -1928,7 +1906,7 @@ def test_h_transformer_block_is_what_the_paper_writes(spec):
     else:
         w = (product.abs() if c.field == "complex" else product.real).square().tril()
         # The denominator is raised by a millionth of the summed |k_j|^2, for a query of unit norm (born_attention).
-        floor = 1e-6 * (k.abs().square().sum(-1).cumsum(-1) * q.abs().square().sum(-1).mT.mT).unsqueeze(-1)
+        floor = 1e-6 * (k.abs().square().sum(-1).cumsum(-1) * q.abs().square().sum(-1)).unsqueeze(-1)
         w = w / (w.sum(-1, keepdim=True) + floor)
     o = w.to(v.dtype) @ v
     e = as_complex(layer.e)
@@ -2062,18 +2040,15 @@ def test_mamba_is_the_published_one():
 def test_relative_phase_is_transported_exactly():
     """QS Lemma 6.2: without input the phase difference of two coordinates adds up, whatever the gates, at unit
     sensitivity; the magnitude of rho carries the gates."""
-    T = 200
-    theta, log_decay = randn(1, T, 2).requires_grad_(), -randn(1, T, 2, seed=1).abs()
+    theta, log_decay = randn(1, 200, 2).requires_grad_(), -randn(1, 200, 2, seed=1).abs()
     psi0 = randn(1, 2, 2, seed=2)
-    _, psi = kernels.complex_scan(log_decay, theta, torch.zeros(1, T, 2, 2, dtype=torch.float64), psi0)
-    psi, psi0 = torch.view_as_complex(psi)[0], torch.view_as_complex(psi0)[0]
-    rho, rho0 = psi[0] * psi[1].conj(), psi0[0] * psi0[1].conj()
+    _, psi = kernels.complex_scan(log_decay, theta, torch.zeros(1, 200, 2, 2).double(), psi0)
+    rho, rho0 = (x[0] * x[1].conj() for x in (as_complex(psi)[0], as_complex(psi0)[0]))
     advance = (theta[0, :, 0] - theta[0, :, 1]).sum()
-    turn = torch.polar(torch.ones((), dtype=torch.float64), rho0.angle() + advance)
-    torch.testing.assert_close(rho / rho.abs(), turn)
+    torch.testing.assert_close(rho / rho.abs(), rho0 / rho0.abs() * torch.exp(1j * advance))
     torch.testing.assert_close(rho.abs().log(), rho0.abs().log() + log_decay.sum())
     (gradient,) = torch.autograd.grad(rho.angle(), theta)
-    torch.testing.assert_close(gradient[0], torch.tensor([1.0, -1.0], dtype=torch.float64).expand(T, 2))
+    torch.testing.assert_close(gradient[0], torch.tensor([1.0, -1.0]).double().expand(200, 2))
 
 
 @torch.no_grad()
@@ -2130,19 +2105,16 @@ def test_protected_state_is_frozen(spec):
 
 
 def test_decoherence_gap_of_equation_8():
-    """PAM eq. 8: the diagonal's entropy is log 3, the von Neumann entropy 0; mixed with 1/3 the gap falls from log 3 to 0."""
-    psi = torch.exp(1j * torch.arange(3).double() * math.pi / 3) / 3**0.5
+    """PAM eq. 8: the diagonal's entropy is log 3, the von Neumann entropy 0; mixed with 1/3 the gap falls to 0."""
     printed = torch.tensor([[0, -1, -2], [1, 0, -1], [2, 1, 0]]).double()
-    pure = torch.exp(1j * math.pi / 3 * printed) / 3
-    torch.testing.assert_close(torch.outer(psi, psi.conj()), pure)
     gaps = []
     for p in torch.linspace(0, 1, 6).double():
-        rho = (1 - p) * pure + p * torch.eye(3) / 3
+        rho = (1 - p) * torch.exp(1j * math.pi / 3 * printed) / 3 + p * torch.eye(3) / 3
         eigenvalues = torch.linalg.eigvalsh(rho).clamp(min=0)
         torch.testing.assert_close(eigenvalues, torch.stack((p / 3, p / 3, 1 - 2 * p / 3)))
         diagonal, neumann = (-torch.xlogy(x, x).sum() for x in (rho.diagonal().real, eigenvalues))
         gaps.append((diagonal - neumann).item())
-    assert gaps == pytest.approx(sorted(gaps, reverse=True))
+    assert gaps == sorted(gaps, reverse=True)
     assert (gaps[0], gaps[-1]) == pytest.approx((math.log(3), 0), abs=1e-9)
 
 
