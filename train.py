@@ -256,7 +256,8 @@ def on_signal(signum, _):
     if stop_signals and world == 1 and signum in (signal.SIGINT, signal.SIGTERM):
         raise KeyboardInterrupt
     stop_signals.append(signum)
-    print_rank0(f"{signal.Signals(signum).name}: stopping after this step (again: at once, without saving)")
+    again = " (again: at once, without saving)" if world == 1 else ""
+    print_rank0(f"{signal.Signals(signum).name}: stopping after this step{again}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
