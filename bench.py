@@ -403,8 +403,8 @@ def start(args):
         with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
             while speed is None and process.poll() is None:
                 sleep(0.01)
-                lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-                steps = [json.loads(line) for line in lines if '"train"' in line and line.endswith("\n")]
+                whole_lines = log.read_text().split("\n")[:-1] if log.exists() else []
+                steps = [event for event in map(json.loads, whole_lines) if event["event"] == "train"]
                 first = first or (perf_counter() - begin if steps else None)
                 speed = steps[1]["tok_s"] if len(steps) > 1 else None  # of steps 2 to 10
             process.kill()
