@@ -6128,6 +6128,17 @@ def test_a_new_task_is_an_entry(program, short_tasks, no_figures, monkeypatch, n
         assert (a.model.config.D, a.model.config.L, a.model.config.V) == (32, 3, 5)
 
 
+def test_only_positions_that_count_are_trained(short_tasks, monkeypatch):
+    """Other targets before the last position: the same losses."""
+    losses = []
+    for earlier in (0, 3):
+        draw = lambda rng, n, length: (rng.randint(0, 4, (n, length)), np.tile([earlier] * (length - 1) + [4], (n, 1)))
+        monkeypatch.setitem(tasks.TASKS, "toy", tasks.Task(4, 5, draw, first=-1))
+        events = tasks.train(tasks.Settings("rnn", "toy", 1, 2, 6, [6], 8, 1e-3), [1], DEVICE)[0]
+        losses.append([e["loss"] for e in events if e["event"] == "train"])
+    assert losses[0] == losses[1]
+
+
 def test_complex_rnn_generalises_after_two_epochs():
     """The whole loop learns: parity at four times the training length."""
     events = tasks.train(tasks.Settings("complex-rnn", "parity", 1, 2, 16, [16, 64], 64, 1e-3), [1], DEVICE)[0]
