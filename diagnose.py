@@ -356,7 +356,7 @@ def diagnose(folders, logs, wordnet=None):
     for folder, events in zip(folders, logs):
         s = events[0]["settings"]
         if s["model"].split(":")[0] not in ("pam", "sam"):
-            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: its state is not a matrix memory")
+            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: its state is no matrix, draw it with --text or --prompt")
         if not {"data", "tokens", "seq"} <= s.keys():
             raise InputError(f"{folder} was written by another version of train.py")
         if wordnet and s["tokens"] != "gpt2":
@@ -419,12 +419,12 @@ def diagnose(folders, logs, wordnet=None):
 
 def main():
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="+", help="run folders, or their log.jsonl")
-    parser.add_argument("--out", default="diagnostics", help="folder for tables and figures (default: %(default)s)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or their log.jsonl")
+    parser.add_argument("--out", metavar="FOLDER", default="diagnostics", help="folder for tables and figures (default: %(default)s)")
     texts = parser.add_mutually_exclusive_group()
-    texts.add_argument("--text", help=f"draw phases over the first {MOST_TOKENS} tokens of this file")
+    texts.add_argument("--text", metavar="FILE", help=f"draw phases over the first {MOST_TOKENS} tokens of this file")
     texts.add_argument("--prompt", help="draw phases over this text")
-    parser.add_argument("--wordnet", help="folder of WordNet's files, for word pairs; of runs on GPT-2's tokens")
+    parser.add_argument("--wordnet", metavar="FOLDER", help="folder of WordNet's files, for word pairs; of runs on GPT-2's tokens")
     args = parser.parse_args()
     paths = [Path(os.path.expanduser(run)) for run in args.runs]
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
@@ -437,7 +437,8 @@ def main():
     elif text is not None:
         text = text.encode("utf-8", errors="surrogateescape")
     if text is None:
-        tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], args.wordnet)
+        wordnet = args.wordnet and os.path.expanduser(args.wordnet)
+        tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], wordnet)
         show_report(tables, figures, out, hidden=by_head)
     elif not text or args.wordnet:
         raise InputError("--wordnet goes without --text and --prompt" if text else "the text to draw phases over is empty")

@@ -1156,8 +1156,8 @@ def plot_scaling(fits, tokens, path):
 
 def main():
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="+", help="run folders or log.jsonl files")
-    parser.add_argument("--out", help="folder for the tables, as tables.md, and the figures")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders or log.jsonl files")
+    parser.add_argument("--out", metavar="FOLDER", help="folder for the tables, as tables.md, and the figures")
     args = parser.parse_args()
     runs, out = [os.path.expanduser(run) for run in args.runs], args.out and Path(os.path.expanduser(args.out))
     logs = [read_log(run) for run in runs]
