@@ -523,7 +523,7 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
     path, step, log = Path(checkpoint["path"]), checkpoint["step"], None
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            with extra("log of this result"):  # told before an evaluation that may take hours
+            with extra("log of this result"):  # said before an evaluation that may take hours
                 open(path.with_name("log.jsonl"), "rb+").close()
                 stack.enter_context(sample.hold(path.parent))
                 log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
@@ -571,7 +571,8 @@ def begin_folder(folder, explicit, stack):
 
 
 def load_data(s, checkpoint=None):
-    """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it; a fault is told once.
+    """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it.
+
     Raises InputError if it is not the data of the checkpoint's run."""
     broadcast_from_rank0(lambda: data.codec(data.load(s.data, s.seq, tokens=s.tokens).vocab_size) and None)
     with rank_in_errors():
@@ -649,7 +650,7 @@ def run(given, device):
     """Goes on with a run, or begins one for each entry of the lists."""
     if "resume" in given and go_on(given, device):
         return
-    # What can be told before the first run is: a fault in the last of a sweep would come hours later.
+    # All runs are checked before the first: a fault in the last of a sweep would come hours later.
     defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
     lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
     runs = [resolve(given, model, size, seed, device) for size, seed, model in itertools.product(*lists)]
