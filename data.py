@@ -1022,7 +1022,7 @@ def map_file(name, path, dtype, record, vocab_size=256):
     return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, (info.st_size, info.st_mtime_ns))
 
 
-def load(name_or_path, seq, verify=False, tokens="bytes", column="text"):
+def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     """Finds a corpus, prepares it if it is not yet, and maps it.
 
     Args: name_or_path: a name in NAMED, a file, or a folder; seq: tokens per window, of which every split must hold at
@@ -1033,7 +1033,7 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column="text"):
     """
     if seq < 1:
         raise InputError(f"--seq must be at least 1, not {seq}")
-    name, path, recipe, left = find(name_or_path, column)
+    name, path, recipe, left = find(name_or_path, "text" if column is None else column)
     empty = recipe is not None and recipe.origin is not None and not recipe.size
     record = prepare(path, recipe, partial(read_source, recipe), verify) if recipe and not empty else {}
     more = record.get("left_out", {})

@@ -366,7 +366,7 @@ def diagnose(folders, logs, wordnet=None):
     repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
     for folder, events, (model, meta) in zip(folders, logs, map(sample.load, folders)):
         name, s, d = folder.name, events[0]["settings"], model.config.d
-        corpus = data.load(s["data"], s["seq"], tokens=s["tokens"])
+        corpus = data.load(s["data"], s["seq"], tokens=s["tokens"], column=s.get("column"))
         if corpus.sha256 != meta["data"]["sha256"]:
             raise InputError(f"{corpus.path} is not the data of {folder}")
         torch.manual_seed(int(s["seeds"]))  # as train.py does

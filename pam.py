@@ -40,8 +40,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hmamba import check_tokens, wide
-from htransformer import angles, rotate
 from kernels import phase_memory
 
 EXPANSION = 3  # of the channel mixing
@@ -91,6 +89,11 @@ def _check(config, **choices):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Primitives
+
+
+def wide(x):
+    """x in float32; in float64 if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class ComplexLinear(nn.Module):
@@ -153,7 +156,19 @@ class ComplexNorm(nn.Module):
 def rope(z, position):
     """Turns the pairs z (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
     T, n = z.shape[2:4]
-    return rotate(z, angles(position, T, ROPE_BASE ** (-torch.arange(n).to(wide(z)) / n)))
+    theta = ROPE_BASE ** (-torch.arange(n).to(wide(z)) / n)
+    m = torch.arange(position, position + T, device=z.device).unsqueeze(-1)  # (T, 1)
+    if theta.dtype == torch.float64:
+        angle = m * theta
+    else:
+        # At m = 1e7 a float32 product m theta has no digits left for the angle. So whole multiples of 256 positions are turned
+        # in integers, in units of 2^-38 radians modulo 2 pi.
+        unit, turn = 2**38, round(2 * math.pi * 2**38)
+        start = m // 256 * ((theta * unit).long() * 256 % turn) % turn
+        angle = m % 256 * theta + start.to(theta.dtype) / unit
+    cos, sin = angle.cos(), angle.sin()
+    re, im = z.unbind(-1)
+    return torch.stack((re * cos - im * sin, re * sin + im * cos), -1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,6 +292,11 @@ class _RealNorm(nn.RMSNorm):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Models
+
+
+def check_tokens(idx):
+    if idx.dim() != 2 or 0 in idx.shape:
+        raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
 
 
 class PAM(nn.Module):

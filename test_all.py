@@ -1564,6 +1564,13 @@ def test_angles():
         torch.testing.assert_close(gradient, t.sum().float().expand(2, 4), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("name", ["hmamba", "htransformer", "pam", "csp"])
+def test_a_model_file_stands_alone(name):
+    """Of this repository it imports kernels alone: a reader, or a fork, needs one file."""
+    imported = set(re.findall(r"^(?:from|import) (\w+)", (ROOT / f"{name}.py").read_text(), re.M))
+    assert imported & {path.stem for path in ROOT.glob("*.py")} == {"kernels"}
+
+
 def skip_without_bf16_attention(spec):
     """PyTorch's softmax attention fails in bf16 where ATEN_CPU_CAPABILITY hides the AVX-512 of the processor."""
     try:
@@ -3762,6 +3769,16 @@ for i, case in enumerate(cases):
     code = run([*argv, "--out", f"run{i}"], case)
     print(json.dumps([code, report.read_log(f"run{i}")[-1]["event"]]), file=sys.stderr)
 """
+
+
+def test_a_run_reads_the_column_that_it_is_told(program):
+    """From a file of JSON lines; --resume reads the same one."""
+    Path("x.jsonl").write_text("".join(json.dumps({"text": "no", "body": 99 * f"{i} "}) + "\n" for i in range(99)))
+    argv = ["--model", "hmamba:D=16:L=1:H=1:N=2", "--data", "x.jsonl", "--column", "body", "--seq", 16, "--batch", 2,
+            "--steps", 3, "--out", "r"]  # fmt: skip
+    assert program(train, *argv, "--stop_at", 2)[0] == 0 == program(train, "--resume", "r")[0]
+    header, *_, final, _ = report.read_log("r")
+    assert header["data"]["size"] == 99 * 99 * 2 + 89 * 99 + 2 * 99 and final["event"] == "final"
 
 
 @pytest.mark.slow

@@ -84,6 +84,7 @@ class Settings:
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or GPT-2's BPE (default: bytes; gpt2: wikitext103, .tokens files)", choices=TOKENS)
+    column: str = flag(None, "what holds the text of parquet and JSON lines files (default: text); '': lines as they are")
     size: str = flag(None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
@@ -574,9 +575,10 @@ def load_data(s, checkpoint=None):
     """Rank 0 prepares a corpus, and what turns its tokens into text; the others then find it.
 
     Raises InputError if it is not the data of the checkpoint's run."""
-    broadcast_from_rank0(lambda: data.codec(data.load(s.data, s.seq, tokens=s.tokens).vocab_size) and None)
+    how = {"tokens": s.tokens, "column": s.column}
+    broadcast_from_rank0(lambda: data.codec(data.load(s.data, s.seq, **how).vocab_size) and None)
     with rank_in_errors():
-        corpus = data.load(s.data, s.seq, tokens=s.tokens)
+        corpus = data.load(s.data, s.seq, **how)
     if checkpoint:
         now, was = broadcast_from_rank0(corpus.summary), checkpoint["meta"]["data"]
         if (now["size"], now["sha256"]) != (was["size"], was["sha256"]):
