@@ -188,9 +188,8 @@ class Corpus:
     def check_unchanged(self):
         """Raises DataChanged if the mapped file is no longer what it was. Takes a microsecond: call it before each step.
 
-        The file is judged by its size and time of change; where only the time differs, by its hash, if `sha256` was read
-        before. To read a mapped file where it was cut ends the process with a bus error. If another file takes its place
-        under the same name, nothing changes: the map is still the old one."""
+        It is judged by its size and time of change; where only the time differs, by its hash, if that was read before.
+        To read a mapped file where it was cut ends the process with a bus error."""
         info = os.fstat(self.file.fileno())
         now, was = (info.st_size, info.st_mtime_ns), self.stamp
         if now == was:
@@ -295,68 +294,43 @@ LONGEST_WAIT = 900  # seconds that a server may ask for
 MAY_PASS = {401, 403, 408, 416, 425, 429}  # a signed URL that expired, a crowded server, ...; and all from 500 on
 
 
-def check_environment():
-    """Raises InputError for a variable of the environment with which no download can work."""
-    if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint := os.environ.get("HF_ENDPOINT") or HUB):
-        raise InputError(f"HF_ENDPOINT={endpoint!r} is no address: write https://HOST, or unset it")
-    if not re.fullmatch("[!-~]*", os.environ.get("HF_TOKEN", "").strip()):
-        raise InputError("HF_TOKEN holds a character that no token has, such as a blank or an ellipsis: copy it whole")
-    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
-        if (bundle := os.environ.get(name)) and not os.path.exists(bundle):
-            raise InputError(f"{name}={bundle} does not exist: name a file of certificates, or unset it")
-
-
 def request(url, start=0):
-    """The answer that holds a file from byte `start` on; its `sha256` is what the hub states, or None.
+    """The answer that holds a file from byte `start` on. Raises RequestException for another, InputError if none can be had.
 
-    Always asked for at the original URL: those that it redirects to expire. Raises RequestException for another answer."""
+    Always asked for at the original URL: those that it redirects to expire."""
     import requests
 
-    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
+    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     if url.startswith(f"{HUB}/"):
-        url = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/") + url[len(HUB) :]
-        if token := os.environ.get("HF_TOKEN", "").strip():
-            headers["Authorization"] = f"Bearer {token}"  # requests drops it on a redirect to another host
+        endpoint, token = os.environ.get("HF_ENDPOINT") or HUB, os.environ.get("HF_TOKEN", "").strip()
+        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
+            raise InputError(f"HF_ENDPOINT={endpoint!r} is no address: write https://HOST, or unset it")
+        if not re.fullmatch("[!-~]*", token):  # requests would show it
+            raise InputError("HF_TOKEN holds a character that no token has, such as a blank or an ellipsis: copy it whole")
+        url = endpoint.rstrip("/") + url.removeprefix(HUB)
+        headers |= {"Authorization": f"Bearer {token}"} if token else {}  # dropped on a redirect to another host
     try:
         answer = requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
     except requests.RequestException:
         raise
     except (OSError, ValueError) as e:  # before anything is sent: a file of certificates that is none, ...
-        raise InputError(f"cannot ask for {url}: {e}") from None
+        raise InputError(f"cannot download {url}: {e}") from None
     if answer.status_code not in (200, 206):
         raise requests.HTTPError(f"HTTP status {answer.status_code}", response=answer)
     if answer.headers.get("Content-Type", "").startswith("text/html"):
         raise requests.RequestException("a web page instead of the file")
-    etags = (a.headers.get("X-Linked-Etag", "").strip('"') for a in (*answer.history, answer))
-    answer.sha256 = next((e for e in etags if re.fullmatch("[0-9a-f]{64}", e)), None)  # small files have another hash
     return answer
 
 
-def wait_asked(answer):
-    """Seconds that a 429 or 503 asks to wait: `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`. Else None."""
-    from urllib3 import Retry
-    from urllib3.exceptions import InvalidHeader
-
-    if answer is None or answer.status_code not in (429, 503):
-        return None
-    with suppress(InvalidHeader):
-        if (after := Retry().get_retry_after(answer.raw)) is not None:
-            return after
-    limit = re.search(r"\bt=(\d+)", answer.headers.get("RateLimit", ""))
-    return int(limit[1]) if limit else None
-
-
 def retry(action, url, path, position=lambda: 0, tries=None):
-    """Returns what action() returns, once it succeeds; pauses between the tries.
+    """Returns what action() returns, once it succeeds; pauses between the tries, as long as the server asks to.
 
-    Args: url, path: what is downloaded whereto, for messages; position: a function that tells how many bytes have come;
-        tries: how often in a row without a megabyte gained (default TRIES).
-    Raises: InputError when it is in vain.
-    """
+    Args: url, path: for messages; position: a function that tells how many bytes have come; tries: how often in a row
+        without a megabyte gained (default TRIES). Raises: InputError when it is in vain."""
     with needs("requests"):
         import requests
+        from urllib3 import Retry
+        from urllib3.exceptions import InvalidHeader
 
     failures = 0
     while True:
@@ -367,46 +341,45 @@ def retry(action, url, path, position=lambda: 0, tries=None):
             failures = 1 if position() - received >= 1 << 20 else failures + 1
             reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
             lasts = isinstance(e, ValueError) or "certificate" in str(e)  # a URL that is none, ...
-            status = getattr(e.response, "status_code", 400 if lasts else 500)
-            if (wait := wait_asked(e.response)) is None:
+            status, wait = getattr(e.response, "status_code", 400 if lasts else 500), None
+            if status in (429, 503) and e.response is not None:  # `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`
+                limit = re.search(r"\bt=(\d+)", e.response.headers.get("RateLimit", ""))
+                wait = int(limit[1]) if limit else None
+                with suppress(InvalidHeader):
+                    wait = Retry().get_retry_after(e.response.raw) or wait
+            if wait is None:
                 wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
-            elif wait > LONGEST_WAIT:
+            if wait > LONGEST_WAIT:
                 reason, status = f"{reason}, asks to wait {wait:.0f} s", 400
             if failures == (tries or TRIES) or (status < 500 and status not in MAY_PASS):
-                raise InputError(
-                    f"cannot download {url} ({reason}): run again later, which goes on where it stopped, or fetch "
-                    f"{path.name} by hand and put it into {path.parent}"
-                ) from None
+                raise InputError(f"cannot download {url} ({reason}): run again later, which goes on where it stopped, or "
+                                 f"fetch {path.name} by hand and put it into {path.parent}") from None  # fmt: skip
             note(f"{path.name}: {reason}; trying again in {wait:.1f} s")
             time.sleep(wait)
 
 
 def look_up(url):
-    """Size in bytes and SHA-256 that the server states for the file at url, or None. Raises RequestException."""
-    with request(url) as answer:
-        size, sha256 = answer.headers.get("Content-Length", ""), answer.sha256
-    if url.startswith(f"{HUB}/") and not sha256:  # a mirror may not pass it on: the list of the folder has it too
-        repository, revision, file = re.fullmatch("(.*)/resolve/([^/]*)/(.*)", url.removeprefix(HUB)).groups()
-        with suppress(OSError, KeyError, TypeError, StopIteration):
-            with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
-                sha256 = next(e for e in answer.json() if e["path"] == file)["lfs"]["oid"]
-    return int(size) if size.isdecimal() else None, sha256
+    """Size in bytes and SHA-256 of the file at url: of one of the hub as the list of its folder says, or else None."""
+    if not url.startswith(f"{HUB}/"):
+        with request(url) as answer:
+            return int(answer.headers.get("Content-Length", 0)), None
+    repository, revision, file = re.fullmatch("(.*)/resolve/([^/]*)/(.*)", url.removeprefix(HUB)).groups()
+    with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
+        with suppress(KeyError, TypeError, StopIteration):
+            entry = next(e for e in answer.json() if e["path"] == file)
+            return entry["size"], entry["lfs"]["oid"]
+    return None, None
 
 
 def download(url, size, sha256, path, tries=None):
-    """Fetches the file at url to path: whole and verified, or not at all.
+    """Fetches the file at url to path: whole and verified, or not at all. sha256: of a .zip that of its content.
 
-    What has come is kept in a .part file, which is tied to url (with its revision), size and hash, and is not fetched
-    again, by a later call neither.
-
-    Args: size: in bytes; sha256: in hex, of a .zip that of its content; tries: of `retry`. Raises: InputError, OSError.
-    """
+    What has come is kept in a .part file, tied to url, size and hash, for later calls too. Raises: InputError, OSError."""
     import requests
 
     tie = hashlib.sha256(f"{url}\0{size}\0{sha256}".encode()).hexdigest()[:12]
     part = path.with_name(f"{path.name}.{tie}.part")
-    part.touch()
-    with open(part, "r+b") as f, progress(total=size, desc=path.name) as bar:
+    with open(part, "ab") as f, progress(total=size, desc=path.name) as bar:
 
         def restart():
             f.seek(0)
@@ -431,9 +404,7 @@ def download(url, size, sha256, path, tries=None):
             if f.tell() < size:
                 raise requests.RequestException("the connection ended early")
 
-        bar.update(f.seek(0, os.SEEK_END))  # from an earlier call
-        if f.tell() > size:
-            restart()
+        bar.update(f.tell())  # from an earlier call
         for last in (False, True):
             retry(transfer, url, path, f.tell, tries)
             f.flush()
@@ -491,8 +462,7 @@ FOREIGN = {  # what no text begins with (offset, bytes): what it is, and what to
     (0, b"SQLite format 3\0"): ("SQLite database", "sqlite3 {} .dump > FILE.txt"),
     (0, b"%PDF-"): ("PDF", "pdftotext {}"),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"): ("Office document", "soffice --convert-to txt {}"),
-    (0, b"\xff\xfe"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
-    (0, b"\xfe\xff"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
+    **dict.fromkeys([(0, b"\xff\xfe"), (0, b"\xfe\xff")], ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt")),
     (0, b"\x93NUMPY"): ("numpy array", "write GPT-2's tokens as little-endian uint16 to a file NAME.tokens"),
     **dict.fromkeys([(0, b"\x80\x02\x8a\nl\xfc"), (0, b"\x80\x04\x95")], ("Python pickle", NOTHING)),
     **dict.fromkeys([(3, b'\0\0\0\0\0{"'), (0, b"GGUF"), (0, b"\x89HDF\r\n")], ("weights of a model", NOTHING)),
@@ -516,13 +486,15 @@ def kind_of(file, column):
     for (offset, magic), found in FOREIGN.items():
         if head.startswith(magic, offset):
             return found
-    if head.startswith(b"PAR1"):
-        return "parquet", None
-    if head.startswith((b"PK\3\4", b"PK\5\6")):
+    packed = "zip" if head.startswith((b"PK\3\4", b"PK\5\6")) else "parquet" if head.startswith(b"PAR1") else None
+    if packed and isinstance(file, zipfile.ZipExtFile):
+        return f"{packed} in a zip archive", "unzip it"
+    if packed == "zip":
         with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told when it is read
             names = {name.rpartition("/")[2] for name in archive.namelist()}
             return next((found for name, found in IN_ZIP.items() if name in names), ("zip", None))
-        return "zip", None
+    if packed:
+        return packed, None
     if head.startswith(b"{") and column:  # one object a line; of a single one it must be told by the column
         file.seek(0)
         rows = []
@@ -532,9 +504,7 @@ def kind_of(file, column):
             return "JSON lines", None
         if len(rows) == 2 and isinstance(rows[1], dict):
             return f"JSON lines without a column {column}", f"name its column with --column: {', '.join(rows[0])}"
-    if str(file.name).endswith(".tokens"):
-        return "GPT-2's tokens", None
-    return "bytes", None
+    return "GPT-2's tokens" if str(file.name).endswith(".tokens") else "bytes", None
 
 
 def leave_out(left, name, kind, advice=NOTHING):
@@ -558,8 +528,7 @@ def is_run(folder):
 
 
 def list_files(root, stdlib=False):
-    """The files of a folder (of a file: it), [(path below root, size, mtime_ns), ...] sorted by path; what is left out,
-    {why: names}."""
+    """[(path below root, size, mtime_ns), ...] of a folder (or file), sorted by path; what is left out, {why: names}."""
     if not root.is_dir():
         return [("", root.stat().st_size, root.stat().st_mtime_ns)], {}
     files, left, todo, own, output = [], {}, [root], cache_dir(), []
@@ -588,7 +557,7 @@ def list_files(root, stdlib=False):
                 raise InputError(f"{path} is not a regular file: remove it from the folder")
             elif is_run(path):
                 leave_out(left, name, "folder of a run")
-            elif path.name == "__pycache__" or (path / "pyvenv.cfg").exists() or path == Path(__file__).parent / "data":
+            elif path.name == "__pycache__" or (path / "pyvenv.cfg").exists():
                 leave_out(left, name, "cache")
             elif not link and path != own:  # a linked folder is read under its own name
                 todo.append(path)
@@ -614,8 +583,6 @@ def read_file(file, path, name, recipe, left):
         leave_out(left, name, kind, advice)
     elif kind == "GPT-2's tokens":
         leave_out(left, name, kind, "name such a file alone")
-    elif kind in ("zip", "parquet") and isinstance(file, zipfile.ZipExtFile):
-        leave_out(left, name, f"{kind} in a zip archive", "unzip it")
     elif kind == "zip":
         yield from read_zip(file, path, name, recipe, left)
     elif kind == "parquet":
@@ -637,13 +604,7 @@ def read_zip(file, path, name, recipe, left):
     """`read_file` of the files in a zip archive, sorted by name, without those whose name begins with a dot."""
     try:
         with zipfile.ZipFile(file) as archive:
-            members = sorted(archive.infolist(), key=lambda m: m.filename)
-            # Nothing is unpacked under these names, but an archive that has such ones is not to be trusted.
-            for member in members:
-                parts = re.split(r"[/\\]", member.filename)
-                if ".." in parts or parts[0] == "" or ":" in parts[0] or stat.S_ISLNK(member.external_attr >> 16):
-                    raise InputError(f"{path} holds {member.filename!r}, a link or a path out of it: refused")
-            for member in members:
+            for member in sorted(archive.infolist(), key=lambda m: m.filename):  # nothing is unpacked under these names
                 inner = f"{name}/{member.filename}"
                 if "/." in f"/{member.filename}":
                     leave_out(left, inner, "hidden")
@@ -706,50 +667,45 @@ def try_lock(file):
 
 
 @contextmanager
-def locked(path):
-    """One process at a time, on this machine. The lock ends with the process that holds it, however that ends."""
-    with open(path, "ab") as f:
-        for tries in itertools.count():
-            with suppress(BlockingIOError, PermissionError):
-                try_lock(f)
-                break
-            if tries == 0:
-                note(f"another process prepares {path.parent}: waiting until it is done")
-            time.sleep(0.2)
-        yield
+def writes_into(folder):
+    """Makes the folder; one process at a time, on this machine, is in the block. The lock ends with its process."""
+    with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "ab") as f:
+            for tries in itertools.count():
+                with suppress(BlockingIOError, PermissionError):
+                    try_lock(f)
+                    break
+                if tries == 0:
+                    note(f"another process prepares {folder}: waiting until it is done")
+                time.sleep(0.2)
+            yield
 
 
-def new_record(recipe):
-    """What meta.json says of a corpus: what was made so far (`sha256`: only once it is whole), and of what."""
-    return {
+def read_record(path, recipe):
+    """What meta.json says of the corpus that is made in path, or a new record. Raises InputError if it is damaged or does
+    not fit."""
+    sources = [[s.url, s.size, s.sha256, s.split] for s in recipe.sources]
+    new = {
         "about": recipe.about,
-        "recipe": {
-            "sources": [[s.url, s.size, s.sha256, s.split] for s in recipe.sources],
-            "separator": recipe.separator,
-            "cut": recipe.cut,
-        },
+        "recipe": {"sources": sources, "separator": recipe.separator, "cut": recipe.cut},
         "sources": [],  # those converted: url, SHA-256
         "cut": None,  # or the source in which it ends
         "splits": {},  # from, to: in bytes of the file, where the corpus has its own
         "left_out": {},  # why: files that hold no text
         "size": 0,  # bytes, so far
-        "sha256": None,
+        "sha256": None,  # only once it is whole
     }
-
-
-def read_record(path, recipe):
-    """The record of the corpus that is made in path, or a new one. Raises InputError if it is damaged or does not fit."""
-    folder, new = path.parent, new_record(recipe)
+    meta = path.with_name("meta.json")
     try:
-        record = json.loads((folder / "meta.json").read_bytes())
-        if record["recipe"] != new["recipe"]:
-            raise InputError(f"{folder} was prepared in another way than now: delete it to prepare the corpus again")
-        # An earlier version could stop within a source.
-        return new if record.get("row_group") or (record["sha256"] and not path.exists()) else new | record
+        record = new | json.loads(meta.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return new
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{folder / 'meta.json'} is damaged: delete {folder} to prepare the corpus again") from None
+    except (ValueError, TypeError):
+        raise InputError(f"{meta} is damaged: delete {path.parent} to prepare the corpus again") from None
+    if record["recipe"] != new["recipe"]:
+        raise InputError(f"{path.parent} was prepared in another way than now: delete it to prepare the corpus again")
+    return new if record["sha256"] and not path.exists() else record
 
 
 def write_record(folder, record):
@@ -759,22 +715,28 @@ def write_record(folder, record):
 def build(path, recipe, record, read):
     """Makes a corpus in path, from where its record ends. Returns the finished record. read: see `prepare`."""
     folder, part = path.parent, path.with_name(f"{path.name}.part")
+    for old in folder.glob("meta.json.*.part"):  # of a process that was killed
+        old.unlink()
+    missing = recipe.disk - sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".bad")
+    if missing > (free := shutil.disk_usage(folder).free):
+        raise InputError(f"{folder} needs {missing:,} bytes more, and its disk has {free:,} free: make room, or let "
+                         "NANOHILBERT_DATA name another folder")  # fmt: skip
+    if not recipe.origin or recipe.disk > 1e8:
+        note(f"preparing {path} ({recipe.about})")
     if path.exists() and not part.exists():  # it was stopped before the last line of this function
         os.replace(path, part)
-    part.touch()
-    with open(part, "r+b") as out, progress(total=recipe.size or None, desc=f"preparing {path.name}") as bar:
-        bar.update(out.seek(0, os.SEEK_END))
+    with open(part, "ab") as out, progress(total=recipe.size or None, desc=f"preparing {path.name}") as bar:
         if out.tell() < record["size"]:
             raise InputError(f"{part} is shorter than its record says: delete {folder} to prepare the corpus again")
-        out.seek(record["size"])
+        bar.update(out.seek(record["size"]))
         out.truncate()
         for number, source in enumerate(recipe.sources):
             file = Path(source.url) if recipe.origin else folder / source.url.rpartition("/")[2]
             if number >= len(record["sources"]) and not record["cut"]:
                 sha256 = None if recipe.origin else obtain(source, file)
                 for texts in read(source, file, record["left_out"]):
-                    if recipe.cut and out.tell() + sum(map(len, texts)) > recipe.cut:
-                        ends = out.tell() + np.cumsum([len(text) for text in texts])
+                    ends = out.tell() + np.cumsum([len(text) for text in texts])
+                    if recipe.cut and ends[-1:].sum() > recipe.cut:
                         texts = texts[: int((ends <= recipe.cut).sum())]
                         record["cut"] = {"source": source.url}
                     bar.update(out.write(b"".join(texts)))
@@ -798,36 +760,20 @@ def build(path, recipe, record, read):
 
 
 def prepare(path, recipe, read, verify=False):
-    """Makes the corpus of a recipe in path, unless it is there, whole.
+    """Makes the corpus of a recipe in path, unless it is there, whole. Returns its record (see read_record).
 
     That is seen at its size and time of change; its hash is taken if `verify`, or if something wrote to it since.
-    Args: read: a function of a source, its path and {why: names} of what it leaves out, that yields lists of texts.
-    Returns: its record (see new_record). Raises: InputError.
-    """
-    folder = path.parent
-    record = read_record(path, recipe)
+    read: a function of a source, its path and {why: names} of what it leaves out, that yields lists of texts."""
+    folder, record = path.parent, read_record(path, recipe)
     if not record["sha256"]:
-        if not recipe.origin:
-            check_environment()
-        with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
-            folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder / "lock"):
-                record = read_record(path, recipe)  # another process may have made it meanwhile
-                if not record["sha256"]:
-                    for old in folder.glob("meta.json.*.part"):  # of a process that was killed
-                        old.unlink()
-                    missing = recipe.disk - sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".bad")
-                    if missing > (free := shutil.disk_usage(folder).free):
-                        raise InputError(f"{folder} needs {missing:,} bytes more, and its disk has {free:,} free: make "
-                                         "room, or let NANOHILBERT_DATA name another folder")  # fmt: skip
-                    if not recipe.origin or recipe.disk > 1e8:
-                        note(f"preparing {path} ({recipe.about})")
-                    try:
-                        record = build(path, recipe, record, read)
-                    except BaseException:
-                        for name in (f"{path.name}.part", "meta.json") if recipe.origin else ():  # to begin anew
-                            (folder / name).unlink(missing_ok=True)
-                        raise
+        with writes_into(folder):
+            record = read_record(path, recipe)  # another process may have made it meanwhile
+            try:
+                record = record if record["sha256"] else build(path, recipe, record, read)
+            except BaseException:
+                for name in (f"{path.name}.part", "meta.json") if recipe.origin else ():  # to begin anew
+                    (folder / name).unlink(missing_ok=True)
+                raise
     with explain(f"read {path}"):
         info = path.stat()
     whole, moved = info.st_size == record["size"], info.st_mtime_ns != record["mtime_ns"]
@@ -846,8 +792,7 @@ def find(name_or_path, column="text"):
     """Finds a corpus without preparing it. A known name comes before a path: write ./stdlib for a file called so.
 
     Returns: its name; the file to map; the recipe to make it of, or None if it is mapped where it lies; what a folder
-        holds besides, {why: names}. Raises: InputError.
-    """
+        holds besides, {why: names}. Raises: InputError."""
     stdlib = name_or_path == "stdlib"
     if name_or_path in NAMED and not stdlib:
         return name_or_path, cache_dir() / name_or_path / f"{name_or_path}.bin", NAMED[name_or_path], {}
@@ -911,17 +856,12 @@ def gpt2_encoding():
     """The tiktoken.Encoding of GPT-2. Its merges are fetched on first use, verified, and kept in the cache folder."""
     with needs("tiktoken"):
         import tiktoken
-    folder = cache_dir() / "gpt2"
-    path = folder / "vocab.bpe"
-    if not path.exists():
-        check_environment()
-    with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
-            try:
-                obtain(VOCAB_BPE, path)
-            except InputError as e:
-                raise InputError(f"{e}; without a network put {VOCAB_BPE.url} as vocab.bpe into {folder}") from None
+    path = cache_dir() / "gpt2" / "vocab.bpe"
+    with writes_into(path.parent):
+        try:
+            obtain(VOCAB_BPE, path)
+        except InputError as e:
+            raise InputError(f"{e}; without a network put {VOCAB_BPE.url} as vocab.bpe into {path.parent}") from None
     # Ids 0 to 255 are the bytes, those that print first; each merge is the next id. The file writes a byte as a letter.
     order = sorted(range(256), key=lambda b: (not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b), b))
     letters = {chr(b if i < 188 else 256 + i - 188): bytes([b]) for i, b in enumerate(order)}
