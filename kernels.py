@@ -135,8 +135,8 @@ def _in_dtype(dtype, *tensors):
     return tuple(None if x is None else x.to(dtype) for x in tensors)
 
 
-# complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                                (QS eq.
-# 2) The adjoint runs backwards in time. With g_t = dL/dh_t + conj(a_{t+1}) g_{t+1} and z_t = a_t h_{t-1}:
+# complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                               (QS eq. 2)
+# The adjoint runs backwards in time. With g_t = dL/dh_t + conj(a_{t+1}) g_{t+1} and z_t = a_t h_{t-1}:
 #     dL/db_t = g_t     dL/dlog_decay_t = Re(conj(z_t) g_t)     dL/dtheta_t = Im(conj(z_t) g_t)     dL/dh0 = conj(a_1) g_1
 
 
