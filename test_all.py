@@ -60,6 +60,9 @@ import train
 
 ROOT = Path(__file__).parent
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # the mark `slow` is told here: more than 3 s
+for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # nohup, or a shell's &, has had them ignored: that is a test of its own here
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
+        signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
 torch.set_num_threads(1)  # on a machine that does something else too, two threads wait for each other
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # for what runs as a program of its own
 
