@@ -73,10 +73,11 @@ def ranks_table(positions, trained, untrained, after):
 def plot_ranks(positions, trained, untrained, d, path):
     """Effective rank against the tokens read, a line a layer (mean over heads and windows), into the PNG `path`. Grey: the
     layers of the untrained model; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
-    import matplotlib
+    with figure(path, "Effective rank of the memory by the tokens read", height=3.4, xlabel="tokens read",
+                ylabel=f"effective rank of S (of {d})") as (ax,):  # fmt: skip
+        import matplotlib
 
-    with figure(path, "Effective rank of the memory by the tokens read", height=3.4) as axes:
-        ax, colours = axes[0][0], matplotlib.colormaps["viridis"].resampled(trained.shape[1] + 1)
+        colours = matplotlib.colormaps["viridis"].resampled(trained.shape[1] + 1)
         for curve in untrained.mean((2, 3)).T.tolist():
             ax.plot(positions, curve, color="0.7", lw=1, label="untrained")
         for layer, curve in enumerate(trained.mean((2, 3)).T.tolist()):
@@ -84,7 +85,7 @@ def plot_ranks(positions, trained, untrained, d, path):
         ax.plot(positions, [min(t, d) for t in positions], ":", color="black", lw=1, label="bound")
         if d == 64:
             ax.axhline(PAPER_RANK, ls="--", color="#D55E00", lw=1, label="the paper's")
-        ax.set(xlabel="tokens read", ylabel=f"effective rank of S (of {d})", xscale="log", ylim=(0, 1.05 * d))
+        ax.set(xscale="log", ylim=(0, 1.05 * d))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -134,13 +135,13 @@ def repetition_rows(events, windows, split, decode):
 def plot_repetition(curves, path):
     """Repetition of generated texts against the training step, a line a run, into the PNG `path`; dashed grey: the paper's, of its
     last epoch. curves: {run: (model, [step], {key of `repetition`: [mean]})}."""
-    with figure(path, "Repetition of the texts generated in training", 1, 3) as axes:
-        for ax, (key, paper) in zip(axes[0], PAPER_REPETITION.items()):
+    titles = ["3-grams that occurred before", "4-grams that occurred before", "unique tokens"]
+    with figure(path, "Repetition of the texts generated in training", titles, 3, xlabel="optimization step") as axes:
+        for ax, (key, paper) in zip(axes, PAPER_REPETITION.items()):
             for name, (model, steps, means) in curves.items():
                 ax.plot(steps, means[key], marker=".", lw=1, label=name, **style(model))
             ax.axhline(paper, ls="--", color="0.4", lw=1, label="the paper's")
-            title = "unique tokens" if key == "unique" else f"{key}s that occurred before"
-            ax.set(xlabel="optimization step", ylim=(0, None), title=title)
+            ax.set_ylim(0, None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -259,13 +260,14 @@ def coherence_table(groups):
 
 def plot_coherence(groups, path):
     """PAM figure 3: coherence against phase, a panel for each group of coherence_groups, into the PNG `path`."""
-    with figure(path, "Phase coherence of word pairs", 1, len(groups), 2.8, sharey=True) as axes:
-        for i, (ax, (name, g)) in enumerate(zip(axes[0], groups.items())):
+    titles = [f"{name}, n = {g['n']:,}" for name, g in groups.items()]
+    with figure(path, "Phase coherence of word pairs", titles, len(groups), 2.8, "phase of <z1|z2>, radians", "coherence",
+                sharey=True) as axes:  # fmt: skip
+        for i, (ax, g) in enumerate(zip(axes, groups.values())):
             ax.plot(g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=f"C{i}")
             ax.axhline(g["coherence"].mean(), ls="--", lw=1.2, color="black", label="mean")
             ax.axhline(statistics.fmean(g["shuffled"]), ls=":", lw=1.2, color="black", label="mean of shuffled pairs")
-            ax.set(xlabel="phase of <z1|z2>, radians", title=f"{name}, n = {g['n']:,}", xlim=(-math.pi, math.pi))
-        axes[0][0].set(ylabel="coherence", ylim=(0, None))
+            ax.set(xlim=(-math.pi, math.pi), ylim=(0, None))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -300,12 +302,13 @@ def complex_states(model, idx):
 
 def plot_phases(z, labels, title, path):
     """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T), into the PNG `path`."""
-    import matplotlib
-
     layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
-    with warnings.catch_warnings(), figure(path, title, len(layers), 1, 2, colours=256) as axes:
+    titles = [f"layer {layer}" for layer in layers]
+    with warnings.catch_warnings(), figure(path, title, titles, height=2, colours=256) as axes:
+        import matplotlib
+
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a character that the font does not have is a box
-        for (ax,), layer in zip(axes, layers):
+        for ax, layer in zip(axes, layers):
             shown = z[layer, :MOST_HEADS, :MOST_ROWS].numpy()
             heads, rows, T = shown.shape
             largest = np.quantile(np.abs(shown), 0.95, axis=(1, 2), keepdims=True).clip(1e-30)
@@ -315,7 +318,6 @@ def plot_phases(z, labels, title, path):
             ax.hlines(np.arange(1, heads) * rows - 0.5, -0.5, T - 0.5, color="white", lw=1.5)
             ax.set_yticks(np.arange(heads) * rows + (rows - 1) / 2, [f"head {i}" for i in range(heads)])
             ax.set_xticks(range(T), labels, family="monospace", rotation=90 * any(len(x) > 1 for x in labels), parse_math=False)
-            ax.set(title=f"layer {layer}")
             ax.tick_params(length=0)
             ax.grid(False)
         phase = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-math.pi, math.pi), "hsv")

@@ -28,6 +28,8 @@ from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
+import numpy as np
+
 from data import InputError, Parser, command_line, explain, needs, replace_file
 
 
@@ -65,7 +67,6 @@ def run_name(*parts):
 
 def provenance(device, world):
     """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device, ranks."""
-    import numpy as np
     import torch
 
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
@@ -89,17 +90,14 @@ def read_log(path):
         raise InputError(f"{path} is a folder of logs: name {path}/*.jsonl")
     path = path / "log.jsonl" if path.is_dir() else path
     with explain(f"read the log {path}"):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    events = [e for e in map(_event, lines) if e]
-    parts = [events[0].get(key) for key in ("settings", "data", "params")] if events else []
-    if not parts or events[0]["event"] != "header" or not all(isinstance(part, dict) and part for part in parts):
+        lines = [_event(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    events, bad = [e for e in lines if e], [str(i) for i, e in enumerate(lines, 1) if not e]
+    parts = [events[0].get(key) for key in ("settings", "data", "params")] if events else [None]
+    if not all(isinstance(part, dict) and part for part in parts) or events[0]["event"] != "header":
         raise InputError(f"{path} is not a log of train.py or tasks.py: its first line is no header")
-    if len([e for e in events if e["event"] == "header"]) > 1:
-        raise InputError(
-            f"{path} holds the logs of several runs, one behind the other: put them into files of their own"
-        )
-    if len(events) < len(lines):
-        bad = [str(i) for i, line in enumerate(lines, 1) if not _event(line)]
+    if any(e["event"] == "header" for e in events[1:]):
+        raise InputError(f"{path} holds the logs of several runs, one behind the other: put them into files of their own")
+    if bad:
         named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         print(f"note: of {path} these lines cannot be read and are left out: {named}", file=sys.stderr)
     return events
@@ -109,12 +107,11 @@ def _event(line):
     """The event of a line, or None."""
     try:
         event = json.loads(line)
-    except (ValueError, RecursionError):
+        numbers = [event.get(key, 0.0) for key in ("step", "loss", "val_loss", "epoch", "tok_s")] + event.get("layers", [])
+        whole = isinstance(event["event"], str) and isinstance(event["step"], int) and all(map(_is_number, numbers))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    whole = isinstance(event, dict) and isinstance(event.get("event"), str) and isinstance(event.get("step"), int)
-    numbers = [event.get(key, 0.0) for key in ("step", "loss", "val_loss", "epoch", "tok_s")] if whole else []
-    numbers += event.get("layers", []) if whole and isinstance(event.get("layers", []), list) else [None]
-    return event if whole and all(map(_is_number, numbers)) else None
+    return event if whole else None
 
 
 def _is_number(x):
@@ -207,10 +204,10 @@ def style(label):
 
 
 @contextmanager
-def figure(path, title, rows=1, columns=1, height=2.4, colours=128, **shared):
-    """Yields axes (rows, columns) that become the PNG `path` when the block ends, over one legend of all that has a label. Drawn
-    by Agg in matplotlib's own style, whatever MPLBACKEND and matplotlibrc say. height: of a row; colours: kept, 0: all;
-    shared: sharex, sharey."""
+def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="", colours=128, **shared):
+    """Yields a list of axes, one for each title in `panels`, that become the PNG `path` when the block ends, over one legend of all
+    that has a label. Drawn by Agg in matplotlib's own style, whatever MPLBACKEND and matplotlibrc say. height: of a row; xlabel:
+    of the lowest axes; ylabel: of the first column, or a tuple of one for each row; colours: kept, 0: all; shared: sharex, sharey."""
     backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
     try:
         with needs("matplotlib"):
@@ -220,10 +217,18 @@ def figure(path, title, rows=1, columns=1, height=2.4, colours=128, **shared):
     finally:
         os.environ.update({} if backend is None else {"MPLBACKEND": backend})
     with matplotlib.style.context(["default", STYLE]):
-        fig = Figure(layout="constrained")
-        axes = fig.subplots(rows, columns, squeeze=False, **shared)
-        yield axes
-        labelled = {name: a for ax in axes.flat for a, name in zip(*ax.get_legend_handles_labels())}
+        fig, rows = Figure(layout="constrained"), -(-len(panels) // columns)
+        axes = [*fig.subplots(rows, columns, squeeze=False, **shared).flat]
+        for i, (ax, name) in enumerate(zip(axes, panels)):
+            ax.set_title(name)
+            ax.set_ylabel("" if i % columns else ylabel if isinstance(ylabel, str) else ylabel[i // columns])
+            if i + columns >= len(panels):  # the lowest of its column
+                ax.set_xlabel(xlabel)
+                ax.tick_params(labelbottom=True)
+        for ax in axes[len(panels) :]:
+            ax.axis("off")
+        yield axes[: len(panels)]
+        labelled = {name: a for ax in axes for a, name in zip(*ax.get_legend_handles_labels())}
         across = max(1, min(len(labelled), int(128 / (11 + max(map(len, labelled), default=0)))))
         lines, title = -(-len(labelled) // across), textwrap.fill(title, 108)
         fig.set_size_inches(7.5, height * rows + 0.2 * lines + 0.15 * title.count("\n") + 0.3)
@@ -254,12 +259,11 @@ def draw_runs(ax, curves, label, **look):
 def write_report(text, figures, out):
     """Writes `text` as tables.md into the folder `out`, then draws `figures`, {file name: function of its path}. A figure
     that cannot be drawn is a line on stderr and stops nothing. Returns the paths that were written."""
-    paths, faults = [], {}
+    paths, faults = [out / "tables.md"] * bool(text), {}
     if text:
         with explain(f"write {out}"):
             out.mkdir(parents=True, exist_ok=True)
-            (out / "tables.md").write_text(text + "\n", encoding="utf-8")
-        paths.append(out / "tables.md")
+            paths[0].write_text(text + "\n", encoding="utf-8")
     for name, draw in figures.items():
         try:
             draw(out / name)
@@ -345,23 +349,17 @@ def unit(tokens):
 def steps_to_target(steps, losses, target):
     """The step at which the loss first attains `target`: linear interpolation between the evaluations that bracket it
     (QS 8.1). None if it never does."""
-    for i, loss in enumerate(losses):
-        if loss <= target:
-            if i == 0:
-                return float(steps[0])
-            share = (losses[i - 1] - target) / (losses[i - 1] - loss)
-            return steps[i - 1] + share * (steps[i] - steps[i - 1])
-    return None
+    first = next((i for i, loss in enumerate(losses) if loss <= target), None)
+    if not first:
+        return None if first is None else float(steps[0])
+    bracket = slice(first - 1, first + 1)
+    return float(np.interp(target, losses[bracket][::-1], steps[bracket][::-1]))
 
 
 def loss_at(events, step):
     """The validation loss at `step`, interpolated between evaluations, bpc, or None."""
     steps, losses = curve(events)
-    for i, at in enumerate(steps):
-        if at >= step and (i or at == step):
-            share = (at - step) / (at - steps[i - 1]) if i else 0
-            return losses[i] + share * (losses[i - 1] - losses[i])
-    return None
+    return float(np.interp(step, steps, losses)) if steps and steps[0] <= step <= steps[-1] else None
 
 
 def final_loss(events):
@@ -376,10 +374,11 @@ def speed(events):
 
 
 def layer_spread(events):
-    """Largest over smallest gradient norm of the layers, and last over first, medians over the evaluations (QS 8.4); None
+    """Largest over smallest gradient norm of the layers, and last over first, medians over the evaluations (QS 8.4); None, None
     without any."""
     norms = [e["layers"] for e in events if e["event"] == "grad" and min(e["layers"]) > 0]
-    return norms and (statistics.median(max(x) / min(x) for x in norms), statistics.median(x[-1] / x[0] for x in norms))
+    ratios = [(max(x) / min(x), x[-1] / x[0]) for x in norms]
+    return [statistics.median(values) for values in zip(*ratios)] or [None, None]
 
 
 def base(label):
@@ -403,9 +402,11 @@ def reference(label, labels):
 
 
 def panels(labels):
-    """[(title, its labels)], a panel for each family among `labels`."""
-    names = dict.fromkeys(FAMILIES.get(family(label), "others") for label in labels)
-    return [(name, [x for x in labels if FAMILIES.get(family(x), "others") == name]) for name in names]
+    """{title: its labels}, a panel for each family among `labels`."""
+    found = {}
+    for label in labels:
+        found.setdefault(FAMILIES.get(family(label), "others"), []).append(label)
+    return found
 
 
 def run_labels(logs):
@@ -420,22 +421,18 @@ def group_runs(logs):
     """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run; its labels
     are models (with their rates, where one has several), complex ones before their twins. Raises InputError for two runs of
     one label and seed, or of different configurations."""
-    groups = []
+    groups = {}
     for events in logs:
         settings = {"tokens": "bytes"} | {k: v for k, v in events[0]["settings"].items() if v is not None}
         shared = {k: v for k, v in settings.items() if k not in NOT_SHARED} | {"data": events[0]["data"]}
-        members = next((members for other, members in groups if other == shared), None)
-        if members is None:
-            groups.append((shared, members := []))
-        members.append(events)
-    return [(shared, _by_label(members)) for shared, members in groups]
+        groups.setdefault(json.dumps(shared, sort_keys=True), (shared, []))[1].append(events)
+    return [(shared, _by_label(members)) for shared, members in groups.values()]
 
 
 def _by_label(logs):
     order, models = list(FAMILIES), {}
     for label, events in zip(run_labels(logs), logs):
-        s = events[0]["settings"]
-        runs = models.setdefault(label, {})
+        s, runs = events[0]["settings"], models.setdefault(label, {})
         if runs.setdefault(s["seeds"], events) is not events:
             raise InputError(f"two runs of {label} with seed {s['seeds']}: name one of them")
         if any(other[0].get("config") != events[0].get("config") for other in runs.values()):
@@ -478,8 +475,8 @@ def targets(models):
         curves = [curve(events)[1] for label in labels for events in models[label].values()]
         return [min(losses) for losses in curves if losses[1:]] or [min(losses) for losses in curves if losses]
 
-    commons = [math.ceil(10 * max(lowest(labels))) / 10 for _, labels in panels(models) if lowest(labels)]
-    reached = {target for target in TARGETS if any(loss <= target for loss in lowest(models))}
+    commons = [math.ceil(10 * max(found)) / 10 for found in map(lowest, panels(models).values()) if found]
+    reached = {target for target in TARGETS if target >= min(lowest(models), default=math.inf)}
     return sorted(reached.union(commons), reverse=True), max(commons, default=None)
 
 
@@ -542,49 +539,47 @@ def training_tables(shared, models):
     def short(label):
         return "not reached" if all(map(final_loss, models[label].values())) else "not finished"
 
-    def tokens(events):
+    def cost(events, of_step):
         steps = steps_to_target(*curve(events), common)
-        return None if steps is None else steps * shared["batch"] * shared["seq"]
+        return None if steps is None else steps * shared["batch"] * shared["seq"] / of_step(events)
 
-    rows = []
+    of_models, every_run = [], []
     for label, runs in models.items():
         header = next(iter(runs.values()))[0]
         s, config = header["settings"], header.get("config", {})
         shape = ", ".join(f"{key}={config[key]}" for key in ("D", "L") if key in config)
         rate = f"{s['lr']:g}" + ("" if constant else f" to {s['min_lr']:g}")
-        rows.append([label, f"{header['params']['total']:,}", shape, rate, len(runs)])
-    text = [describe(shared, models), markdown(["model", "parameters", "shape", "learning rate", "seeds"], rows)]
-    if goals:
-        rows = by_model([(reaches(goal), 0, PAPER_STEPS.get(goal, {})) for goal in goals], short)
-        text.append(markdown(["model", *heads], rows, "#### Steps to a validation loss"))
-    columns = [(reaches(goal), PAPER_STEP_RATIOS if goal in (2.5, 2.2, 2.0) else {}) for goal in goals]
-    text.append(markdown(["pair", *heads], paired(ratio, "/", columns), "#### Ratio of steps",
-                         "Above 1: the second is faster. Geometric means."))  # fmt: skip
-    ends = {label: f"{low} to {high}" for label, (low, high) in PAPER_GAPS.items()}
-    columns = [(partial(loss_at, step=warm), {} if constant else PAPER_WARMUP_GAPS), (at_budget, ends), (final_loss, {}), (mean_loss, {})]
-    head = ["pair", f"at step {warm:.0f}, {what}", f"at step {budget}, the budget", "there, whole split",
-            "mean of all evaluations but the first"]  # fmt: skip
-    text.append(markdown(head, paired(difference, "-", columns), f"#### Gap in validation loss, {loss}",
-                         "Above 0: the second leads."))  # fmt: skip
-    rows = by_model([(at_budget, 3, {}), (final_loss, 3, PAPER_LOSS)], lambda label: "not finished")
-    text.append(markdown(["model", "fixed windows", "whole split"], rows, f"#### Validation loss at the budget, {loss}"))
-    if common:
-        rows = by_model([(lambda events: tokens(events) and tokens(events) / 1e6, 2, {}), (speed, 0, {}),
-                         (lambda events: tokens(events) and tokens(events) / speed(events) / 60, 1, {})])  # fmt: skip
-        note = "At the median speed of each run, without validation." + f" {PAPER_COST}" * (loss == "bpc")
-        head = ["model", "tokens, millions", "tokens a second", "minutes"]
-        text.append(markdown(head, rows, f"#### Cost of {common} {loss}", note))
-    rows = by_model([(lambda events: (layer_spread(events) or (None, None))[0], 2, PAPER_SPREAD),
-                     (lambda events: (layer_spread(events) or (None, None))[1], 2, PAPER_ENDS)])  # fmt: skip
-    text.append(markdown(["model", "largest over smallest", "last over first"], [row for row in rows if row[1]],
-                         "#### Gradient norms of the layers", "Medians over the evaluations."))  # fmt: skip
-    rows = []
-    for label, seed, events in [(label, *run) for label, runs in models.items() for run in runs.items()]:
-        steps = [with_range([reaches(goal)(events)], 0) or "-" for goal in goals]
-        ends = [with_range([x], 3) or "-" for x in (at_budget(events), final_loss(events))]
-        rows.append([label, seed, *steps, *ends])
-    text.append(markdown(["model", "seed", *heads, "at the budget", "whole split"], rows, "#### Every run"))
-    return "\n\n".join(filter(None, text))
+        of_models.append([label, f"{header['params']['total']:,}", shape, rate, len(runs)])
+        for seed, events in runs.items():
+            cells = [with_range([reaches(goal)(events)], 0) or "-" for goal in goals]
+            cells += [with_range([end(events)], 3) or "-" for end in (at_budget, final_loss)]
+            every_run.append([label, seed, *cells])
+    gaps = {label: f"{low} to {high}" for label, (low, high) in PAPER_GAPS.items()}
+    spread = [(lambda events: layer_spread(events)[0], 2, PAPER_SPREAD), (lambda events: layer_spread(events)[1], 2, PAPER_ENDS)]
+    costs = [(partial(cost, of_step=lambda events: 1e6), 2, {}), (speed, 0, {}),
+             (partial(cost, of_step=lambda events: 60 * speed(events)), 1, {})]  # fmt: skip
+    tables = [
+        markdown(["model", "parameters", "shape", "learning rate", "seeds"], of_models),
+        markdown(["model", *heads], by_model([(reaches(goal), 0, PAPER_STEPS.get(goal, {})) for goal in goals], short),
+                 "#### Steps to a validation loss") if goals else "",
+        markdown(["pair", *heads], paired(ratio, "/", [
+            (reaches(goal), PAPER_STEP_RATIOS if goal in (2.5, 2.2, 2.0) else {}) for goal in goals
+        ]), "#### Ratio of steps", "Above 1: the second is faster. Geometric means."),
+        markdown(["pair", f"at step {warm:.0f}, {what}", f"at step {budget}, the budget", "there, whole split",
+                  "mean of all evaluations but the first"],
+                 paired(difference, "-", [(partial(loss_at, step=warm), {} if constant else PAPER_WARMUP_GAPS),
+                                          (at_budget, gaps), (final_loss, {}), (mean_loss, {})]),
+                 f"#### Gap in validation loss, {loss}", "Above 0: the second leads."),
+        markdown(["model", "fixed windows", "whole split"],
+                 by_model([(at_budget, 3, {}), (final_loss, 3, PAPER_LOSS)], lambda label: "not finished"),
+                 f"#### Validation loss at the budget, {loss}"),
+        markdown(["model", "tokens, millions", "tokens a second", "minutes"], by_model(costs), f"#### Cost of {common} {loss}",
+                 "At the median speed of each run, without validation." + f" {PAPER_COST}" * (loss == "bpc")) if common else "",
+        markdown(["model", "largest over smallest", "last over first"], [row for row in by_model(spread) if row[1]],
+                 "#### Gradient norms of the layers", "Medians over the evaluations."),
+        markdown(["model", "seed", *heads, "at the budget", "whole split"], every_run, "#### Every run"),
+    ]  # fmt: skip
+    return "\n\n".join(filter(None, [describe(shared, models), *tables]))
 
 
 def caption(shared, models):
@@ -597,9 +592,11 @@ def caption(shared, models):
 
 def plot_curves(shared, models, path):
     """Loss by optimization step: validation (QS figure 4) and training (figure 7), a row a family, into the PNG `path`."""
-    families, shown = panels(models), "the first fall is cut off"
-    with figure(path, f"{caption(shared, models)}; {shown}", len(families), 2, sharex=True, sharey="row") as axes:
-        for (left, right), (name, labels) in zip(axes, families):
+    families = panels(models)
+    titles = [f"{name}, {what}" for name in families for what in ("validation", "training batches")]
+    with figure(path, f"{caption(shared, models)}; the first fall is cut off", titles, 2, xlabel="optimization step",
+                ylabel=f"loss, {unit(shared['tokens'])}", sharex=True, sharey="row") as axes:  # fmt: skip
+        for left, right, labels in zip(axes[::2], axes[1::2], families.values()):
             late = []
             for label in labels:
                 runs = models[label].values()
@@ -610,10 +607,6 @@ def plot_curves(shared, models, path):
                     late += [y for x, ys in curves for x, y in zip(x, ys) if x >= 0.2 * shared["steps"]]
             if late:  # the fall from 8 bits a byte in the first steps would take most of the height
                 left.set_ylim(min(late) - 0.1, max(late) + 0.1)
-            left.set(title=f"{name}, validation", ylabel=f"loss, {unit(shared['tokens'])}")
-            right.set(title=f"{name}, training batches")
-        for ax in axes[-1]:
-            ax.set_xlabel("optimization step")
 
 
 def plot_steps(shared, models, path):
@@ -624,11 +617,10 @@ def plot_steps(shared, models, path):
     def steps_of(label, goal):
         return {seed: steps_to_target(*curve(events), goal) for seed, events in models.get(label, {}).items()}
 
-    with figure(path, title, len(families)) as axes:
-        for (ax,), (name, labels) in zip(axes, families):
+    with figure(path, title, families, ylabel="steps to the loss") as axes:
+        for ax, labels in zip(axes, families.values()):
             width = 0.8 / len(labels)
-            for i, j in product(range(len(labels)), range(len(goals))):
-                label, goal, colour = labels[i], goals[j], style(labels[i])["color"]
+            for (i, label), (j, goal) in product(enumerate(labels), enumerate(goals)):
                 x, other = j + width * (i - (len(labels) - 1) / 2), reference(label, models)
                 steps, theirs = steps_of(label, goal), steps_of(other, goal)
                 reached = [s for s in steps.values() if s is not None]
@@ -637,63 +629,52 @@ def plot_steps(shared, models, path):
                 text = f"  {statistics.geometric_mean(ratios):.2f}" if all(x > 0 for x in ratios) and ratios else ""
                 if not whole:
                     text = f" {len(reached)} of {len(steps)} seeds" if reached else " not reached"
-                height = statistics.fmean(reached) if whole else 0
                 legend = None if j else label + (f" / {other}" if other else "")
-                ax.bar(x, height, 0.9 * width, color=colour, label=legend, alpha=0.6)
+                height = statistics.fmean(reached) if whole else 0
+                ax.bar(x, height, 0.9 * width, color=style(label)["color"], label=legend, alpha=0.6)
                 ax.plot([x] * len(reached), reached, ".", color="black", ms=3)
                 ax.text(x, max(reached) if whole else 0, text, rotation=90, ha="center", va="bottom", fontsize=7)
             ax.set_xticks(range(len(goals)), [f"{goal} {unit(shared['tokens'])}" for goal in goals])
             ax.margins(y=0.2)
-            ax.set(title=name, ylabel="steps to the loss")
 
 
 def plot_gap(shared, models, path):
     """QS figure 5: validation loss minus its reference's by step, the warmup shaded, into the PNG `path`. Thin: seeds. Horizontal
     bands: the paper's gaps at its budget, of its own pairs."""
     compared = {label: (other, both) for label, other, both in pairs(models, lambda events: dict(zip(*curve(events))))}
-    families, warmup = panels(compared), shared.get("schedule") != "constant"
+    families, warmup, values = panels(compared), shared.get("schedule") != "constant", [0.0]
     title = f"{caption(shared, models)}; above 0: the second leads" + "; grey: warmup" * warmup
-    values = [0.0]
-    with figure(path, title, len(families), sharex=True, sharey=True) as axes:
-        for (ax,), (name, labels) in zip(axes, families):
-            for label in labels:
-                other, both = compared[label]
+    with figure(path, title, families, xlabel="optimization step",
+                ylabel=f"gap, {unit(shared['tokens'])}", sharex=True, sharey=True) as axes:  # fmt: skip
+        for ax, labels in zip(axes, families.values()):
+            for label, (other, both) in ((label, compared[label]) for label in labels):
                 gaps = [{step: ours[step] - theirs[step] for step in ours if step in theirs} for ours, theirs in both]
                 draw_runs(ax, [([*gap], [*gap.values()]) for gap in gaps], f"{label} - {other}", **style(label))
                 values += [y for gap in gaps for y in gap.values()]
                 if label in PAPER_GAPS and other == COMPLEX[label] and unit(shared["tokens"]) == "bpc":
-                    low, high = PAPER_GAPS[label]
                     legend = f"the paper's {label} - {other}, at 1000 steps"
-                    ax.axhspan(low, high, color=style(label)["color"], alpha=0.2, lw=0, label=legend)
+                    ax.axhspan(*PAPER_GAPS[label], color=style(label)["color"], alpha=0.2, lw=0, label=legend)
                     values += PAPER_GAPS[label]
             ax.axhline(0, color="black", lw=0.8)
             if warmup:
                 ax.axvspan(0, warmup_end(shared)[0], color="0.92", zorder=0)
-            ax.set(title=name, ylabel=f"gap, {unit(shared['tokens'])}")
-        ax.set(xlabel="optimization step", ylim=(min(values) - 0.05, max(values) + 0.05))
+        ax.set_ylim(min(values) - 0.05, max(values) + 0.05)
 
 
 def plot_gradients(shared, models, path):
     """QS figure 6: gradient norm of each layer by step, mean over seeds, a panel a model, into the PNG `path`."""
-    columns = min(3, len(models))
-    with figure(path, caption(shared, models), -(-len(models) // columns), columns, 2, sharex=True, sharey=True) as axes:
+    titles, columns = [label.replace(":", "\n", 1) for label in models], min(3, len(models))
+    with figure(path, caption(shared, models), titles, columns, xlabel="optimization step",
+                ylabel="gradient norm", sharex=True, sharey=True) as axes:  # fmt: skip
         import matplotlib
 
-        for ax, (label, runs) in zip(axes.flat, models.items()):
+        for ax, runs in zip(axes, models.values()):
             logged = [[e for e in events if e["event"] == "grad"] for events in runs.values()]
             depth = min(len(e["layers"]) for events in logged for e in events)
             colours = matplotlib.colormaps["viridis"].resampled(depth + 1)  # the last, a light yellow, is left out
             for layer in range(depth):
                 curves = [([e["step"] for e in events], [e["layers"][layer] for e in events]) for events in logged]
                 ax.semilogy(*mean_curve(curves), color=colours(layer), lw=1.2, label=f"layer {layer}")
-            ax.set_title(label.replace(":", "\n", 1))
-        for ax in axes.flat[len(models) :]:
-            ax.axis("off")
-        for ax in axes.flat[max(0, len(models) - columns) : len(models)]:  # the lowest of each column
-            ax.set_xlabel("optimization step")
-            ax.tick_params(labelbottom=True)
-        for ax in axes[:, 0]:
-            ax.set_ylabel("gradient norm")
         ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
@@ -702,19 +683,18 @@ def plot_gradients(shared, models, path):
 def plot_rates(shared, models, path):
     """Validation loss at the budget by peak learning rate, a row a family, points the seeds, into the PNG `path`."""
     found = {}
-    for events in (events for runs in models.values() for events in runs.values()):
-        s, loss = events[0]["settings"], loss_at(events, shared["steps"])
+    for s, loss in ((events[0]["settings"], loss_at(events, shared["steps"])) for runs in models.values() for events in runs.values()):
         if loss is not None:
             found.setdefault(s["model"], {}).setdefault(s["lr"], []).append(loss)
-    families = panels(found)
-    with figure(path, caption(shared, models), len(families)) as axes:
-        for (ax,), (name, labels) in zip(axes, families):
+    families, ylabel = panels(found), f"loss, {unit(shared['tokens'])}"
+    with figure(path, caption(shared, models), families, xlabel="peak learning rate", ylabel=ylabel) as axes:
+        for ax, labels in zip(axes, families.values()):
             for label in labels:
                 rates, look = sorted(found[label]), style(label)
                 ax.plot(rates, [statistics.fmean(found[label][rate]) for rate in rates], **look, label=label)
                 ax.plot(*zip(*[(rate, loss) for rate in rates for loss in found[label][rate]]), "o", ms=4, color=look["color"])
             ticks = sorted({rate for label in labels for rate in found[label]})
-            ax.set(title=name, xlabel="peak learning rate", xscale="log", ylabel=f"loss, {unit(shared['tokens'])}")
+            ax.set_xscale("log")
             ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
             ax.set_xticks([], minor=True)
 
@@ -732,22 +712,20 @@ def training_report(logs):
         text += ["### " + ", ".join(f"{key} {value}" for key, value in values.items())] * bool(differ)
         text.append(training_tables(shared, models))
         members = [events for runs in models.values() for events in runs.values()]
-        rates = len(models) > len({events[0]["settings"]["model"] for events in members})
-        in_epochs = [events for events in members if any(e.get("epoch") for e in events)]
-        if in_epochs:
+        drawn, finished = {}, [events for events in members if epoch_losses(events) and final_loss(events) is not None]
+        if any(map(epoch_losses, members)):
             text += ["#### Epochs", epochs_table(members)]
-        if in_epochs and rates:
-            text.append("No power laws: a model has several rates here.")
-        elif in_epochs:
+        if len(models) > len({events[0]["settings"]["model"] for events in members}):
+            drawn["rates"] = plot_rates  # alone, as a curve for each rate of each model would say little
+            text += ["No power laws: a model has several rates here."] * any(map(epoch_losses, members))
+        else:
+            drawn["curves"] = plot_curves
+            drawn |= {"steps": plot_steps} if targets(models)[0] else {}
+            drawn |= {"gap": plot_gap} if pairs(models, curve) else {}
+            drawn |= {"gradients": plot_gradients} if all(layer_spread(events)[0] for events in members) else {}
             protocol = json.dumps({key: value for key, value in shared.items() if key != "size"}, sort_keys=True)
             named = {key: value for key, value in values.items() if key != "size"}
-            finished = [events for events in in_epochs if final_loss(events) is not None]
             sweeps.setdefault(protocol, (named, shared["tokens"], []))[-1].extend(finished)
-        drawn = {"rates": plot_rates}  # alone, as a curve for each rate of each model would say little
-        if not rates:
-            drawn = {"curves": plot_curves} | ({"steps": plot_steps} if targets(models)[0] else {})
-            drawn |= {"gap": plot_gap} if pairs(models, curve) else {}
-            drawn |= {"gradients": plot_gradients} if all(map(layer_spread, members)) else {}
         for name, plot in drawn.items():
             figures[run_name(name, *values.values()) + ".png"] = partial(plot, shared, models)
     for named, tokens, finished in sweeps.values():
@@ -898,11 +876,10 @@ def task_tables(logs):
 def plot_lengths(task, models, path):
     """Accuracy by length and, at the longest, by position (CSP figures 3-5): means, and thin the seeds."""
     header = next(iter(next(iter(models.values())).values()))[0]
-    s, seeds = header["settings"], sorted({len(runs) for runs in models.values()})
+    s, seeds = header["settings"], "-".join(map(str, sorted({len(runs) for runs in models.values()})))
     length, longest = s["train_length"], max(s["lengths"])
-    title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {'-'.join(map(str, seeds))} seeds a model"
-    with figure(path, f"{title}; grey: always the commonest answer", 1, 2, 3, sharey=True) as axes:
-        left, right = axes[0]
+    title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {seeds} seeds a model; grey: always the commonest answer"
+    with figure(path, title, ("", ""), 2, 3, ylabel="accuracy", sharey=True) as (left, right):
         for model, runs in models.items():
             logged = [[e for e in events if e["event"] == "eval"] for events in runs.values()]
             by_length = [sorted((e["length"], e["acc"]) for e in evals) for evals in logged]
@@ -912,43 +889,39 @@ def plot_lengths(task, models, path):
         for ax in (left, right):
             ax.axvline(length, color="0.4", ls=":", lw=1)
         right.axhline(max(header["data"]["shares"]), color="0.4", ls="--", lw=1)
-        left.set(xlabel="length of the test sequences", ylabel="accuracy", ylim=(-0.03, 1.03))
-        right.set(xlabel=f"position in sequences of length {longest}")
+        left.set(xlabel="length of the test sequences", ylim=(-0.03, 1.03))
+        right.set_xlabel(f"position in sequences of length {longest}")
 
 
 def plot_seeds(groups, path):
     """Accuracy of every seed at the longest length beside the paper's (CSP appendix B)."""
     longest = max(accuracies(next(iter(next(iter(next(iter(groups.values())).values())).values()))))
-    with figure(path, f"Every seed, accuracy at length {longest}", 1, len(groups), 3.2, sharey=True) as axes:
-        for ax, (task, models) in zip(axes[0], groups.items()):
+    with figure(path, f"Every seed, accuracy at length {longest}", groups, len(groups), 3.2, ylabel="accuracy", sharey=True) as axes:
+        for ax, (task, models) in zip(axes, groups.items()):
             for i, (model, runs) in enumerate(models.items()):
                 ours = [accuracies(events)[longest] for events in runs.values()]
                 theirs = paper_task(task, model)[1] if longest == 64 else ()
-                look = {"color": style(model)["color"], "ls": "", "ms": 5, "alpha": 0.7}
-                ax.plot([i - 0.15] * len(ours), ours, marker="o", **look)
-                ax.plot([i + 0.15] * len(theirs), theirs, marker="x", **look)
+                for x, values, marker in ((i - 0.15, ours, "o"), (i + 0.15, theirs, "x")):
+                    ax.plot([x] * len(values), values, marker, color=style(model)["color"], ms=5, alpha=0.7)
             for marker, label in (("o", "ours"), ("x", "the paper's")):
                 ax.plot([], [], marker, color="0.3", label=label)
             ax.set_xticks(range(len(models)), models, rotation=40, ha="right")
-            ax.set(title=task, xlim=(-0.5, len(models) - 0.5))
-        axes[0][0].set(ylabel="accuracy", ylim=(None, 1.03))
+            ax.set(xlim=(-0.5, len(models) - 0.5), ylim=(None, 1.03))
 
 
 def plot_dynamics(groups, model, path):
     """Gradient norm and accuracy at the training length, by epoch, of every seed (CSP figure 6)."""
     groups = {task: models[model] for task, models in groups.items() if model in models}
     length = next(iter(next(iter(groups.values())).values()))[0]["settings"]["train_length"]
-    with figure(path, f"{model}: training, a line a seed", 2, len(groups), 2.2, sharex=True, sharey="row") as axes:
-        for i, (task, runs) in enumerate(groups.items()):
+    ylabel = "largest gradient norm\nsince the last point", f"accuracy at length {length}"
+    with figure(path, f"{model}: training, a line a seed", [*groups, *[""] * len(groups)], len(groups), 2.2, "epoch", ylabel,
+                sharex=True, sharey="row") as axes:  # fmt: skip
+        for upper, lower, runs in zip(axes, axes[len(groups) :], groups.values()):
             for j, (seed, events) in enumerate(runs.items()):
                 train = [e for e in events if e["event"] == "train"]
                 epochs, look = [e["epoch"] for e in train], {"color": f"C{j % 10}", "lw": 0.8}
-                axes[0][i].semilogy(epochs, [e["grad_max"] for e in train], **look)
-                axes[1][i].plot(epochs, [e["acc"] for e in train], label=f"seed {seed}" if j < 10 else None, **look)
-            axes[0][i].set(title=task)
-            axes[1][i].set(xlabel="epoch")
-        axes[0][0].set(ylabel="largest gradient norm\nsince the last point")
-        axes[1][0].set(ylabel=f"accuracy at length {length}")
+                upper.semilogy(epochs, [e["grad_max"] for e in train], **look)
+                lower.plot(epochs, [e["acc"] for e in train], label=f"seed {seed}" if j < 10 else None, **look)
 
 
 def task_figures(groups):
@@ -978,29 +951,23 @@ SHAPE_OPTIONS = ("D", "L", "H", "N", "d", "heads", "mlp", "width")
 
 
 def epoch_losses(events):
-    """[(epoch, validation loss in nats)] of a run in epochs."""
-    return [(e["epoch"], e["val_loss"]) for e in events if e["event"] == "val" and e.get("epoch")]
-
-
-def end_and_best(points, epoch):
-    """The losses of an epoch: ([at its end], [the best before that]), of which either may be missing."""
-    before = [loss for at, loss in points if epoch - 1 < at < epoch]
-    return [loss for at, loss in points if at == epoch], [min(before)] if before else []
+    """PAM section III, of a run in epochs: {epoch: (losses at its end, the best loss before that)}, in nats, each a list of one
+    or, if there is no such evaluation, of none."""
+    found = {}
+    for e in events:
+        if e["event"] == "val" and e.get("epoch"):
+            epoch = math.ceil(e["epoch"])
+            found.setdefault(epoch, ([], []))[e["epoch"] < epoch].append(e["val_loss"])
+    return {epoch: (end, sorted(before)[:1]) for epoch, (end, before) in found.items()}
 
 
 def late_losses(events):
     """PAM section III: the evaluations that its metric averages, in nats: in each of the last three epochs the one at
     its end and the best one before that. `events` is the log of a run in epochs. Raises InputError if it has none."""
-    points, chosen = epoch_losses(events), []
-    if not points:
-        raise InputError(
-            "the run was not trained in epochs (--epochs, or a size of PAM's sweep): it has no late evaluations"
-        )
-    last = math.ceil(points[-1][0])
-    for epoch in range(max(1, last - 2), last + 1):
-        end, best = end_and_best(points, epoch)
-        chosen += best + end
-    return chosen
+    found = epoch_losses(events)
+    if not found:
+        raise InputError("the run was not trained in epochs (--epochs, or a size of PAM's sweep): it has no late evaluations")
+    return [loss for epoch, (end, best) in found.items() if epoch > max(found) - 3 for loss in best + end]
 
 
 def late_metric(values):
@@ -1014,12 +981,13 @@ def epochs_table(logs):
     within it, and the paper's late metric of each run."""
     rows = []
     for label, events in zip(run_labels(logs), logs):
-        points, run = epoch_losses(events), [label, *map(events[0]["settings"].get, ("size", "seeds"))]
-        if not points:  # begun, not yet evaluated
+        found, run = epoch_losses(events), [label, *map(events[0]["settings"].get, ("size", "seeds"))]
+        if not found:  # begun, not yet evaluated
             continue
-        for epoch in range(1, int(points[-1][0]) + 1):
-            end, best = (found[0] if found else math.nan for found in end_and_best(points, epoch))
-            rows.append([*run, epoch, f"{end:.4f}", f"{best:.4f}", f"{math.exp(end):.2f}"])
+        for epoch, losses in found.items():
+            end, best = ([*of, math.nan][0] for of in losses)
+            if losses[0] or epoch < max(found):  # ended
+                rows.append([*run, epoch, f"{end:.4f}", f"{best:.4f}", f"{math.exp(end):.2f}"])
         late = late_losses(events)
         (loss, sigma, _), (ppl, ppl_sigma, _) = late_metric(late), late_metric([math.exp(x) for x in late])
         rows.append([*run, f"late, n = {len(late)}", f"{loss:.4f} +- {sigma:.4f}", "", f"{ppl:.2f} +- {ppl_sigma:.2f}"])
@@ -1029,15 +997,12 @@ def epochs_table(logs):
 def power_law(sizes, values):
     """log10 y = a + b log10 N by least squares, unweighted (PAM section III does not say). Returns a, b and their 2 x 2 covariance,
     from the scatter of the points about the line (nan for two points, which say nothing of it)."""
-    import numpy as np
-
     x, y = np.log10(np.asarray(sizes, float)), np.log10(np.asarray(values, float))
     if len(np.unique(x)) < 2:
         raise InputError("a power law needs at least two sizes")
-    X = np.stack((np.ones_like(x), x), 1)
-    coefficients, *_ = np.linalg.lstsq(X, y, rcond=None)
-    scatter = ((y - X @ coefficients) ** 2).sum() / (len(x) - 2) if len(x) > 2 else math.nan
-    return float(coefficients[0]), float(coefficients[1]), scatter * np.linalg.inv(X.T @ X)
+    (b, a), covariance = np.polyfit(x, y, 1, cov="unscaled")
+    scatter = ((y - a - b * x) ** 2).sum() / (len(x) - 2) if len(x) > 2 else math.nan
+    return float(a), float(b), scatter * covariance[::-1, ::-1]
 
 
 def crossing(first, second, freedom):
@@ -1045,11 +1010,9 @@ def crossing(first, second, freedom):
     if 0 lies in the 95 % interval of the difference of their slopes. freedom: degrees of freedom of both, points minus 4."""
     (a, b, covariance), (c, d, other) = first, second
     apart = freedom > 0 and abs(b - d) > t95(freedom) * math.sqrt(covariance[1, 1] + other[1, 1])  # nan: of two points
-    if not apart:
+    if not apart or abs(c - a) > 100 * abs(b - d):  # all but parallel
         return None
     x = (c - a) / (b - d)
-    if abs(x) > 100:  # all but parallel
-        return None
     variance = (covariance + other) * [[1, x], [x, x * x]] / (b - d) ** 2  # of first order in the errors of a, b, c, d
     return 10**x, 10 ** (a + b * x), math.sqrt(abs(variance.sum()))  # abs: of a rounding error
 
@@ -1076,44 +1039,37 @@ def scaling_table(logs, tokens):
     """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's:
     all of it if `tokens` are its own, "gpt2", else what does not depend on them, slopes of the loss and their crossing.
     Returns (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
-    runs, by_size = {}, {}  # {model: [(parameters, late losses)]}, {size: {model: {seed: the same}}}
+    runs, by_size = {}, {}  # {model: [run]}, {size: {model: {seed: run}}}; run: parameters, late metrics
     for events in logs:
-        (name, size), seed = sweep_name(events), events[0]["settings"]["seeds"]
-        run = events[0]["params"]["total"], late_losses(events)
+        (name, size), seed, late = sweep_name(events), events[0]["settings"]["seeds"], late_losses(events)
+        ppl = late_metric([math.exp(x) for x in late])
+        run = {"N": events[0]["params"]["total"], "loss": late_metric(late), "perplexity": ppl}
         runs.setdefault(name, []).append(run)
         if by_size.setdefault(size, {}).setdefault(name, {}).setdefault(seed, run) is not run:
             raise InputError(f"two runs of {name}, size {size}, with seed {seed}: name one of them")
-    fits, own = {}, tokens == "gpt2"
-    for quantity, convert in (("loss", float), ("perplexity", math.exp)):
-        fits[quantity] = {}
-        for name in sorted(runs, key=lambda name: name != "pam"):  # the others are compared with the first
-            points = [(total, *late_metric([convert(x) for x in late])) for total, late in runs[name]]
-            sizes, values, _, sigmas = zip(*sorted(points))
-            fits[quantity][name] = sizes, values, sigmas, power_law(sizes, values)
-    first, rows = next(iter(fits["loss"])), []
-    for quantity, models in fits.items():
-        paper = PAPER_FITS[quantity] if own or quantity == "loss" else {}
-        for name, (sizes, _, _, law) in models.items():
+    names, own = sorted(runs, key=lambda name: name != "pam"), tokens == "gpt2"
+    first, fits, rows, ends = names[0], {}, [], []  # the others are compared with the first
+    for quantity in ("loss", "perplexity"):
+        models, paper = fits.setdefault(quantity, {}), PAPER_FITS[quantity] if own or quantity == "loss" else {}
+        for name in names:
+            sizes, values, _, sigmas = zip(*sorted((run["N"], *run[quantity]) for run in runs[name]))
+            law = power_law(sizes, values)
+            models[name] = sizes, values, sigmas, law
             met, cells = None if name == first else meeting(models, first, name), ["-", "-", "-"]
             if met:
                 cells[:2] = f"{met[0]:.2g} ({met[1]:.3g})", f"{math.log10(met[0]):.2f} +- {met[2]:.2f}"
             if paper and (first, name) == ("pam", "sam"):
                 cells[2] = f"{paper['crossing'][0]:.2g}" + f" ({paper['crossing'][1]})" * own
             rows.append([quantity, name, len(sizes), len({*sizes}), slope_text(law), paper.get(name, "-"), *cells])
-
-    def perplexity(run):
-        return late_metric([math.exp(x) for x in run[1]])[0]
-
-    ends = []
-    for size, models in sorted(by_size.items(), key=lambda item: max(run[0] for x in item[1].values() for run in x.values())):
+    for size, models in sorted(by_size.items(), key=lambda item: max(run["N"] for of in item[1].values() for run in of.values())):
         for name, seeds in models.items():
             theirs = models.get(first, {}) if name != first else {}
-            both = [(perplexity(theirs[seed]), perplexity(run)) for seed, run in seeds.items() if seed in theirs]
+            both = [(theirs[seed]["perplexity"][0], run["perplexity"][0]) for seed, run in seeds.items() if seed in theirs]
             compared = ratio(both) + of_seeds(len(both), len(seeds)) if both else "-"
-            loss = with_range([late_metric(late)[0] for _, late in seeds.values()], 3)
+            loss = with_range([run["loss"][0] for run in seeds.values()], 3)
             printed = PAPER_LOSSES.get(size, {}).get(name, "-") if own else "-"
             printed_ratio = PAPER_RATIOS.get(size, "-") if own and (first, name) == ("pam", "sam") else "-"
-            total = f"{next(iter(seeds.values()))[0]:,}"
+            total = f"{next(iter(seeds.values()))['N']:,}"
             ends.append([size, name, total, len(seeds), loss, printed, compared, printed_ratio])
     head_of_ends = ["size", "model", "parameters", "seeds", "late loss, nats", "the paper's",
                     f"perplexity of {first} / its own", "the paper's"]  # fmt: skip
@@ -1126,8 +1082,9 @@ def scaling_table(logs, tokens):
 def plot_scaling(fits, tokens, path):
     """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing unless it is far away, into the
     PNG `path`; hollow markers are the paper's ends of the sweep, of its `tokens`."""
-    with figure(path, "Late-epoch loss and perplexity by parameters, a point a run", 2, height=3, sharex=True) as axes:
-        for (ax,), (quantity, models) in zip(axes, fits.items()):
+    with figure(path, "Late-epoch loss and perplexity by parameters, a point a run", ("", ""), height=3, xlabel="parameters",
+                ylabel=("validation loss, nats", "validation perplexity"), sharex=True) as axes:  # fmt: skip
+        for ax, (quantity, models) in zip(axes, fits.items()):
             names, paper = list(models), PAPER_FITS[quantity] if tokens == "gpt2" or quantity == "loss" else {}
             met = meeting(models, *names[:2]) if len(names) > 1 else None
             largest = max(max(sizes) for sizes, *_ in models.values())
@@ -1148,10 +1105,9 @@ def plot_scaling(fits, tokens, path):
                 theirs = f" (the paper's {paper['crossing'][0]:.2g})" if paper and names[:2] == ["pam", "sam"] else ""
                 label = f"{quantity}: {names[1]} crosses {names[0]} at 10^({math.log10(met[0]):.2f} +- {met[2]:.2f}){theirs}"
                 ax.axvline(met[0], ls=":", color="grey", label=label)
-            ax.set(xscale="log", yscale="log", ylabel=f"validation {quantity}" + ", nats" * (quantity == "loss"))
+            ax.set(xscale="log", yscale="log")
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("{x:g}")
-        ax.set_xlabel("parameters")
 
 
 def main():
