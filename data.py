@@ -224,7 +224,6 @@ class Source:
     sha256: str | None = None  # in hex; None: what the server says on first use. Of a .zip: of what is packed in it
     split: str | None = None  # that it belongs to, if the corpus comes with splits of its own
     mirrors: tuple = ()  # more URLs
-    tries: int | None = None  # of each URL; None: TRIES
 
 
 @dataclass(frozen=True)
@@ -288,25 +287,26 @@ NAMED = {
 # Downloading
 
 TIMEOUT = 10, 60  # seconds to connect, and without a byte
-TRIES = 6  # in a row without a megabyte gained
+TRIES = 6  # in a row without a megabyte gained, over all places that have the file
 BACKOFF = 1.0  # seconds after the first failure, doubled after each further one
 LONGEST_WAIT = 900  # seconds that a server may ask for
 MAY_PASS = {401, 403, 408, 416, 425, 429}  # a signed URL that expired, a crowded server, ...; and all from 500 on
 
 
 def request(url, start=0):
-    """The answer that holds a file from byte `start` on. Raises RequestException for another, InputError if none can be had.
+    """The answer that holds a file from byte `start` on. Raises RequestException for another, InputError if nothing helps.
 
     Always asked for at the original URL: those that it redirects to expire."""
     import requests
 
-    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"}
+    headers |= {"Range": f"bytes={start}-"} if start else {}
     if url.startswith(f"{HUB}/"):
         endpoint, token = os.environ.get("HF_ENDPOINT") or HUB, os.environ.get("HF_TOKEN", "").strip()
         if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
             raise InputError(f"HF_ENDPOINT={endpoint!r} is no address: write https://HOST, or unset it")
         if not re.fullmatch("[!-~]*", token):  # requests would show it
-            raise InputError("HF_TOKEN holds a character that no token has, such as a blank or an ellipsis: copy it whole")
+            raise InputError("HF_TOKEN holds a character that no token has, such as a blank or ...: copy it whole")
         url = endpoint.rstrip("/") + url.removeprefix(HUB)
         headers |= {"Authorization": f"Bearer {token}"} if token else {}  # dropped on a redirect to another host
     try:
@@ -322,11 +322,11 @@ def request(url, start=0):
     return answer
 
 
-def retry(action, url, path, position=lambda: 0, tries=None):
+def retry(action, url, path, tries, position=lambda: 0):
     """Returns what action() returns, once it succeeds; pauses between the tries, as long as the server asks to.
 
-    Args: url, path: for messages; position: a function that tells how many bytes have come; tries: how often in a row
-        without a megabyte gained (default TRIES). Raises: InputError when it is in vain."""
+    Args: url, path: for messages; tries: how often in a row without a megabyte gained; position: a function that tells
+        how many bytes have come. Raises: InputError when it is in vain."""
     with needs("requests"):
         import requests
         from urllib3 import Retry
@@ -342,7 +342,7 @@ def retry(action, url, path, position=lambda: 0, tries=None):
             reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
             lasts = isinstance(e, ValueError) or "certificate" in str(e)  # a URL that is none, ...
             status, wait = getattr(e.response, "status_code", 400 if lasts else 500), None
-            if status in (429, 503) and e.response is not None:  # `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`
+            if status in (429, 503):  # `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`
                 limit = re.search(r"\bt=(\d+)", e.response.headers.get("RateLimit", ""))
                 wait = int(limit[1]) if limit else None
                 with suppress(InvalidHeader):
@@ -351,9 +351,9 @@ def retry(action, url, path, position=lambda: 0, tries=None):
                 wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
             if wait > LONGEST_WAIT:
                 reason, status = f"{reason}, asks to wait {wait:.0f} s", 400
-            if failures == (tries or TRIES) or (status < 500 and status not in MAY_PASS):
-                raise InputError(f"cannot download {url} ({reason}): run again later, which goes on where it stopped, or "
-                                 f"fetch {path.name} by hand and put it into {path.parent}") from None  # fmt: skip
+            if failures == tries or (status < 500 and status not in MAY_PASS):
+                raise InputError(f"cannot download {url} ({reason}): run again later, which goes on where it stopped, "
+                                 f"or fetch {path.name} by hand and put it into {path.parent}") from None  # fmt: skip
             note(f"{path.name}: {reason}; trying again in {wait:.1f} s")
             time.sleep(wait)
 
@@ -371,10 +371,10 @@ def look_up(url):
     return None, None
 
 
-def download(url, size, sha256, path, tries=None):
+def download(url, size, sha256, path, tries):
     """Fetches the file at url to path: whole and verified, or not at all. sha256: of a .zip that of its content.
 
-    What has come is kept in a .part file, tied to url, size and hash, for later calls too. Raises: InputError, OSError."""
+    What has come is kept for later calls, in a .part file tied to url, size and hash. Raises: InputError, OSError."""
     import requests
 
     tie = hashlib.sha256(f"{url}\0{size}\0{sha256}".encode()).hexdigest()[:12]
@@ -390,15 +390,10 @@ def download(url, size, sha256, path, tries=None):
             if (start := f.tell()) == size:
                 return
             with request(url, start) as answer:
-                total = answer.headers.get("Content-Length", "*")
-                if answer.status_code == 206:
-                    span, _, total = answer.headers.get("Content-Range", "").partition("/")
-                    if not span.startswith(f"bytes {start}-"):
-                        raise requests.RequestException("another part than was asked for")
-                elif start:  # it sends the whole file
+                if answer.status_code == 200 and start:  # it sends the whole file
                     restart()
-                if total not in ("*", str(size)):
-                    raise requests.RequestException(f"{total} bytes instead of {size}")
+                elif not answer.headers.get("Content-Range", f"bytes {start}-").startswith(f"bytes {start}-"):
+                    raise requests.RequestException("another part than was asked for")
                 for chunk in answer.iter_content(1 << 16):
                     bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
             if f.tell() < size:
@@ -406,7 +401,7 @@ def download(url, size, sha256, path, tries=None):
 
         bar.update(f.tell())  # from an earlier call
         for last in (False, True):
-            retry(transfer, url, path, f.tell, tries)
+            retry(transfer, url, path, tries, f.tell)
             f.flush()
             if (found := content_sha256(part)) == sha256:
                 break
@@ -426,23 +421,24 @@ def obtain(source, path):
         found, sha256 = content_sha256(path), source.sha256
         if not sha256:
             with suppress(InputError):  # without a network whoever put it there is to be trusted
-                _, sha256 = retry(partial(look_up, source.url), source.url, path)
+                _, sha256 = retry(partial(look_up, source.url), source.url, path, TRIES)
         if found and sha256 in (None, found):
             return found
         os.replace(path, f"{path}.bad")
         note(f"{path} is not the right file (SHA-256 {found} instead of {sha256}): renamed to {path.name}.bad")
-    *others, last = source.url, *source.mirrors
-    for url in (*others, last):
+    urls = source.url, *source.mirrors
+    tries = TRIES // len(urls)
+    for url in urls:
         try:
-            size, told = (source.size, None) if source.size else retry(partial(look_up, url), url, path)
+            size, told = (source.size, None) if source.size else retry(partial(look_up, url), url, path, tries)
             sha256 = source.sha256 or told
             if not sha256 or not size:
                 raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256: unset HF_ENDPOINT")
             note(f"downloading {url} ({size / 1e6:,.1f} MB)")
-            download(url, size, sha256, path, source.tries)
+            download(url, size, sha256, path, tries)
             return sha256
         except InputError as e:
-            if url == last:
+            if url == urls[-1]:
                 raise
             note(str(e))
 
@@ -683,8 +679,7 @@ def writes_into(folder):
 
 
 def read_record(path, recipe):
-    """What meta.json says of the corpus that is made in path, or a new record. Raises InputError if it is damaged or does
-    not fit."""
+    """What meta.json says of the corpus that is made in path, or a new record. Raises InputError if it does not fit."""
     sources = [[s.url, s.size, s.sha256, s.split] for s in recipe.sources]
     new = {
         "about": recipe.about,
@@ -833,7 +828,6 @@ VOCAB_BPE = Source(
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     mirrors=("https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/vocab.bpe",
              f"{HUB}/openai-community/gpt2/resolve/main/merges.txt"),
-    tries=1,  # of half a megabyte at three places: without a network the error comes within seconds
 )  # fmt: skip
 WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
 # Text may be cut where a piece of the pattern ends whatever follows: before blanks, and before the last of several;
@@ -997,10 +991,9 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
         corpus.tokens.base.madvise(mmap.MADV_RANDOM)
     shortest, unit = min(len(corpus.split(split)) for split in SPLITS), "tokens" if tokens == "gpt2" else "bytes"
     if shortest < seq + 1:
-        raise InputError(
-            f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} {unit}, the shortest "
-            f"has {shortest}; lower --seq, or bring {20 * (seq + 1):,} {unit} in all (now {len(corpus.tokens):,})"
-        )
+        raise InputError(f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} {unit}, the shortest has "
+                         f"{shortest}; lower --seq, or bring {20 * (seq + 1):,} {unit} in all (now "
+                         f"{len(corpus.tokens):,})")  # fmt: skip
     return corpus
 
 
