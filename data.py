@@ -1,17 +1,17 @@
 """Corpora: find or fetch one, verify it, convert it, memory-map it, cut it into windows, and order the windows.
 
     python data.py                          the named corpora, and what each takes to prepare
-    python data.py owt                      downloads, verifies and converts one; if it is stopped, the next call goes on
+    python data.py owt                      downloads, verifies and converts one; the next call goes on where it stopped
     python data.py FOLDER --tokens gpt2     joins the files of a folder, and converts them to GPT-2's tokens
     python data.py FILE --column content    of a parquet or JSON lines file another column than `text`
     python data.py owt --verify             compares size and hash with what was prepared
 
-corpus    one flat file of tokens (bytes: 256 of them). Memory-mapped, and only the windows asked for are read: it may be
-          larger than memory. Made whole or not at all, in a folder of its own, where meta.json records how far that came
+corpus    one flat file of tokens (bytes: 256 of them). It is memory-mapped, and may be larger than memory. It is made
+          whole or not at all, in a folder of its own, where meta.json records how far that came
 file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
           it. Its first bytes show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
-folder    its files, one after another, sorted by path. Hidden names, caches, folders of runs and what holds no text as it
-          is are left out: the console and the log of a run say so
+folder    its files, one after another, sorted by path. Hidden names, caches, folders of runs and what holds no text as
+          it is are left out: the console and the log of a run say so
 split     the first 90 % is train, the next 5 % val, the last 5 % test; wikitext103 has its own
 window    k covers tokens k*seq .. k*seq+seq, its targets lie one token on; a split holds n = (len-1) // seq windows
 order     sequence j of step s is window perm(seed, epoch)[(s*batch + j) mod n]: a pure function of the step, so ranks
@@ -71,8 +71,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def command_line(main, silent=False):
-    """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream that
-    is closed, or that cannot show a character, stops nothing. silent: another rank prints what went wrong."""
+    """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream
+    that is closed, or cannot show a character, stops nothing. silent: another rank prints what went wrong."""
     if sys.stdout is None or sys.stderr is None:
         nowhere = open(os.devnull, "w")  # noqa: SIM115  open as long as the program runs
         sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
@@ -121,7 +121,7 @@ def cache_dir():
 
 
 def replace_file(path, write, keep=None):
-    """write(f) makes the content of `path`: at any moment, also after a crash, it is the old file or the new one, whole.
+    """write(f) makes the content of `path`. At any moment, also after a crash, it is the old file or the new one.
     `keep`: the old file gets this name (and for a moment `path` is missing)."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # unique: another process may be doing the same
     try:
@@ -186,7 +186,7 @@ class Corpus:
         return said | ({"left_out": self.left_out} if self.left_out else {})
 
     def check_unchanged(self):
-        """Raises DataChanged if the mapped file is no longer what it was. Takes a microsecond: call it before each step.
+        """Raises DataChanged if the mapped file is no longer what it was. Takes a microsecond.
 
         It is judged by its size and time of change; where only the time differs, by its hash, if that was read before.
         To read a mapped file where it was cut ends the process with a bus error."""
@@ -197,7 +197,7 @@ class Corpus:
         known = self.record.get("sha256") or self.__dict__.get("sha256")
         if now[0] != was[0] or known is None or hash_file(self.path, self.file) != known:
             how = "was written to" if now[0] == was[0] else f"has {now[0]:,} bytes instead of {was[0]:,}"
-            raise DataChanged(f"{self.path} {how} since the run began, so that its losses are of two texts: run it anew")
+            raise DataChanged(f"{self.path} {how} since the run began: its losses are of two texts; run it anew")
         self.stamp = now
 
     def split(self, name):
@@ -294,7 +294,7 @@ MAY_PASS = {401, 403, 408, 416, 425, 429}  # a signed URL that expired, a crowde
 
 
 def request(url, start=0):
-    """The answer that holds a file from byte `start` on. Raises RequestException for another, InputError if nothing helps.
+    """The answer that holds a file from byte `start` on. Raises RequestException, or InputError if nothing helps.
 
     Always asked for at the original URL: those that it redirects to expire."""
     import requests
@@ -476,7 +476,7 @@ STRINGS = ("string", "large_string", "string_view", "binary", "large_binary")  #
 
 
 def kind_of(file, column):
-    """What an open file holds: ("bytes" | "zip" | "parquet" | "JSON lines", None), or else what it is, and what to do."""
+    """What an open file holds: ("bytes" | "zip" | "parquet" | "JSON lines", None), or what it is, and what to do."""
     file.seek(0)
     head = file.read(512)
     for (offset, magic), found in FOREIGN.items():
@@ -486,7 +486,7 @@ def kind_of(file, column):
     if packed and isinstance(file, zipfile.ZipExtFile):
         return f"{packed} in a zip archive", "unzip it"
     if packed == "zip":
-        with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told when it is read
+        with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told later
             names = {name.rpartition("/")[2] for name in archive.namelist()}
             return next((found for name, found in IN_ZIP.items() if name in names), ("zip", None))
     if packed:
@@ -524,7 +524,7 @@ def is_run(folder):
 
 
 def list_files(root, stdlib=False):
-    """[(path below root, size, mtime_ns), ...] of a folder (or file), sorted by path; what is left out, {why: names}."""
+    """[(path below root, size, mtime_ns), ...] of a folder or file, sorted by path; what is left out, {why: names}."""
     if not root.is_dir():
         return [("", root.stat().st_size, root.stat().st_mtime_ns)], {}
     files, left, todo, own, output = [], {}, [root], cache_dir(), []
@@ -572,7 +572,7 @@ def read_source(recipe, _, root, left):
 
 
 def read_file(file, path, name, recipe, left):
-    """Yields the texts of an open file, in lists: documents, each with the separator behind it, or bytes as they come."""
+    """Yields the texts of an open file, in lists: documents, each with the separator, or bytes as they come."""
     (kind, advice), separator = kind_of(file, recipe.column), recipe.separator.encode()
     file.seek(0)
     if advice:
@@ -778,8 +778,8 @@ def prepare(path, recipe, read, verify=False):
             with suppress(OSError):
                 write_record(folder, record | {"mtime_ns": info.st_mtime_ns})
     if not whole:
-        raise InputError(f"{path} is damaged: it is not the {record['size']:,} bytes with SHA-256 {record['sha256']} that "
-                         f"were prepared; delete {folder} to prepare it again")  # fmt: skip
+        raise InputError(f"{path} is damaged: it is not the {record['size']:,} bytes with SHA-256 {record['sha256']} "
+                         f"that were prepared; delete {folder} to prepare it again")  # fmt: skip
     return record
 
 
@@ -883,8 +883,7 @@ def codec(vocab_size):
 def encode_blocks(file, size, path, begin):
     """Yields the tokens of the next `size` bytes of an open file, block by block: the same as of all in one piece.
 
-    Args: path, and begin, the byte where the file stands: for messages. Raises: InputError if it is not UTF-8, or cannot
-        be cut."""
+    path, and begin, the byte where the file stands, are for messages. Raises InputError: not UTF-8, or never cut."""
     encoding, raw, end = gpt2_encoding(), b"", begin + size  # raw: what is read, and not encoded yet
     while begin < end:
         if not (more := file.read(min(BLOCK, end - begin - len(raw)))):
@@ -899,8 +898,8 @@ def encode_blocks(file, size, path, begin):
             found = LAST_CUT.match(text)
             text = text[: found.end()] if found else ""
         if not text and len(raw) > LONGEST_PIECE:
-            raise InputError(f"{path} cannot be cut into GPT-2's tokens: byte {begin:,} begins a word, or a blank, of more "
-                             f"than {LONGEST_PIECE:,} bytes; break it up")  # fmt: skip
+            raise InputError(f"{path} cannot be cut into GPT-2's tokens: byte {begin:,} begins a word, or a blank, of "
+                             f"more than {LONGEST_PIECE:,} bytes; break it up")  # fmt: skip
         yield encoding.encode_ordinary(text)
         used = len(text.encode())
         raw, begin = raw[used:], begin + used
@@ -926,8 +925,6 @@ def tokenize(corpus, verify=False):
 
     path = cache_dir() / f"{corpus.name}-{corpus.sha256[:12]}-gpt2" / f"{corpus.name}.tokens"
     sources = tuple(Source(corpus.sha256, split=split) for split in splits)  # of the text: it may lie elsewhere
-    if not path.exists():
-        gpt2_encoding()  # before a folder is made
     recipe = Recipe(f"{corpus.path} in GPT-2's tokens", sources, disk=len(corpus.tokens), origin=corpus.path)
     return map_file(corpus.name, path, "<u2", prepare(path, recipe, read, verify), GPT2_VOCAB)
 
@@ -950,7 +947,7 @@ def check_tokens(path):
 
 
 def map_file(name, path, dtype, record, vocab_size=256):
-    """A Corpus of the numbers in a file, mapped. It is not written to while it is mapped: see Corpus.check_unchanged."""
+    """A Corpus of the numbers in a file, mapped. Nothing may write to it meanwhile: see Corpus.check_unchanged."""
     file = open(path, "rb")  # noqa: SIM115  open as long as the corpus
     info = os.fstat(file.fileno())
     return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, (info.st_size, info.st_mtime_ns))
@@ -959,10 +956,10 @@ def map_file(name, path, dtype, record, vocab_size=256):
 def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     """Finds a corpus, prepares it if it is not yet, and maps it.
 
-    Args: name_or_path: a name in NAMED, a file, or a folder; seq: tokens per window, of which every split must hold at
-        least one; verify: compare the hash of what was prepared; tokens: "bytes", or "gpt2" (a file that ends in .tokens
-        holds them ready, as little-endian uint16; any other is text that is converted); column: of parquet and JSON
-        lines files, the one that holds the text ("": JSON lines are bytes as others).
+    Args: name_or_path: a name in NAMED, a file, or a folder; seq: tokens per window, which every split must hold;
+        verify: compare the hash of what was prepared; tokens: "bytes", or "gpt2" (a file NAME.tokens holds them ready,
+        as little-endian uint16; others are converted); column: of parquet and JSON lines files, the one that holds the
+        text (default: text; "": JSON lines are bytes as others).
     Returns: a Corpus. Raises: InputError for whatever is wrong with it.
     """
     if seq < 1:
@@ -991,8 +988,8 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
         corpus.tokens.base.madvise(mmap.MADV_RANDOM)
     shortest, unit = min(len(corpus.split(split)) for split in SPLITS), "tokens" if tokens == "gpt2" else "bytes"
     if shortest < seq + 1:
-        raise InputError(f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} {unit}, the shortest has "
-                         f"{shortest}; lower --seq, or bring {20 * (seq + 1):,} {unit} in all (now "
+        raise InputError(f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} {unit}, the "
+                         f"shortest has {shortest}; lower --seq, or bring {20 * (seq + 1):,} {unit} in all (now "
                          f"{len(corpus.tokens):,})")  # fmt: skip
     return corpus
 
@@ -1066,10 +1063,10 @@ def main():
                     "this file).")  # fmt: skip
     parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH",
                         help=f"{', '.join(NAMED)}, a file or a folder (default: list what there is)")  # fmt: skip
-    parser.add_argument("--seq", type=int, default=256, help="tokens in a window; each split must hold one (default: 256)")
-    parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or gpt2: GPT-2's BPE (default: bytes)")
-    parser.add_argument("--column", default="text", help="of parquet and JSON lines files: what holds the text (default: "
-                        "text); empty: JSON lines as they are")  # fmt: skip
+    parser.add_argument("--seq", type=int, default=256, help="tokens in a window; each split holds one (default: 256)")
+    parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or gpt2: its BPE (default: bytes)")
+    parser.add_argument("--column", default="text",
+                        help="of parquet and JSON lines files (default: text); empty: JSON lines as is")  # fmt: skip
     parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
     if args.corpus is None:
