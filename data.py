@@ -1063,10 +1063,11 @@ def main():
                     "this file).")  # fmt: skip
     parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH",
                         help=f"{', '.join(NAMED)}, a file or a folder (default: list what there is)")  # fmt: skip
-    parser.add_argument("--seq", type=int, default=256, help="tokens in a window; each split holds one (default: 256)")
-    parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or gpt2: its BPE (default: bytes)")
-    parser.add_argument("--column", default="text",
-                        help="of parquet and JSON lines files (default: text); empty: JSON lines as is")  # fmt: skip
+    parser.add_argument("--seq", type=int, default=256,
+                        help="tokens in a window; each split must hold one (default: 256)")  # fmt: skip
+    parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or GPT-2's BPE (default: bytes)")
+    parser.add_argument("--column", default="text", help="of parquet and JSON lines files: what holds the text "
+                        "(default: text); empty: JSON lines as they are")  # fmt: skip
     parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
     if args.corpus is None:
