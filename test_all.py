@@ -1347,7 +1347,8 @@ def background(request):
 
 VARIANTS = [  # every model, and every setting that changes what it computes
     "hmamba", "hmamba:field=real", "hmamba:gate=none", "hmamba:scan=clamped", "hmamba:head=mos", "hmamba:head=born",
-    "hmamba:field=real:gate=none", "hmamba:N=5:H=3", "mamba", "mamba:init=xavier", "mamba:mlp=0", "mamba:head=mos", "mamba:N=3",
+    "hmamba:field=real:gate=none", "hmamba:N=5:H=3:conv=1", "mamba", "mamba:init=xavier", "mamba:mlp=0",
+    "mamba:head=mos", "mamba:N=3:conv=1",
     "htransformer", "htransformer:field=real", "htransformer:score=softmax", "htransformer:field=real:score=softmax",
     "htransformer:N=5:H=3", "transformer", "pam", "pam:order=sequential", "pam:qk=unit", "pam:d=5:H=3",
     "sam", "sam:order=sequential", "sam:width=50:heads=3",
@@ -1469,7 +1470,7 @@ def test_dtypes(spec):
         widened = torch.promote_types(dtype, torch.float32)
         assert {x.dtype for x in (logits, loss, step)} == {widened}
         for x in tensors(state):  # inputs of the convolution, and of PyTorch's attention, are held as they came
-            assert x.dtype == widened or x.shape[1:] == (3, 2 * model.config.D) or spec in SOFTMAX
+            assert x.dtype == widened or x.shape[2:] == (2 * model.config.D,) or spec in SOFTMAX
         if spec not in ILL_CONDITIONED:
             exact = model.double()(idx)[0]
             assert (logits - exact).norm() <= 8 * eps * exact.norm()
@@ -1729,6 +1730,8 @@ def test_flops():
         matrices = sum(p.numel() for ending, p in named if ending not in ("A_log", "omega"))
         assert 6 * matrices <= model.flops_per_token(1024) < (1.05 if "mamba" in spec else 1.2) * 6 * matrices
         assert spec not in hand or model.mixing_flops(1024) == hand[spec]
+    # A state of H-Mamba: a complex multiply-add and conj(C) psi.
+    assert make("hmamba", L=3, H=2, N=5).mixing_flops() == 3 * 2 * 5 * (8 + 6)
     # A complex map of n x m costs 4nm multiplications on 2nm numbers; the tied head is a real map of 2D.
     with torch.device("meta"):
         model, twin = (make(name, "100m", V=50257) for name in ("pam", "sam"))
@@ -4200,8 +4203,8 @@ def changed_text():
         f.write("more")
 
 
-def other_text():
-    Path("other.txt").write_text("something else " * 999)
+def other_text():  # of the same size
+    Path("other.txt").write_bytes(Path("text.txt").read_bytes()[::-1])
 
 
 def foreign_checkpoint():
@@ -5406,8 +5409,8 @@ def literal_csp(block, z, s, cfg):
     for sequence in z:
         theta, h = 0.0, torch.zeros(d, dtype=torch.complex128)
         for z_re, z_im in sequence:
-            x, y = torch.tanh(torch.cat((z_re, z_im)) @ W_theta)
-            theta = theta * (cfg.theta == "cumulative") + torch.angle(torch.complex(x, y))
+            x, y = torch.tanh(torch.cat((z_re, z_im)) @ W_theta).unflatten(-1, (2, -1))  # of 1, or of d by channel
+            theta = theta * (cfg.theta != "step") + torch.angle(torch.complex(x, y))
             z_t = torch.complex(z_re, z_im)
             rotated = z_t * torch.exp(1j * theta)
             joined = torch.cat((rotated.real, rotated.imag)) @ B + b_B
@@ -5428,7 +5431,8 @@ def literal_csp(block, z, s, cfg):
 
 
 @pytest.mark.parametrize(("carry", "kwargs"), [("normalised", {}), ("normalised", {"skip": "prev"}), ("linear", {}),
-                                               ("linear", {"gate": "sigmoid"}), ("linear", {"theta": "step"})])  # fmt: skip
+                                               ("linear", {"gate": "sigmoid"}), ("linear", {"theta": "step"}),
+                                               ("linear", {"theta": "channel"})])  # fmt: skip
 def test_csp_block_is_its_algorithm(carry, kwargs, monkeypatch):
     monkeypatch.setattr(csp, "EPS", 0.0)
     block, z = csp_cells(carry, **kwargs)
@@ -5699,6 +5703,8 @@ def no_figures(monkeypatch):
 def test_seeds_trained_together_are_trained_alone(short_tasks, monkeypatch, model):
     """In float64, where only another order of sums can make a difference."""
     monkeypatch.setattr(tasks, "STEPS", 6)
+    dropout, head = [], csp.Head.forward
+    monkeypatch.setattr(csp.Head, "forward", lambda self, x, given: dropout.append(given) or head(self, x, given))
     torch.set_default_dtype(torch.float64)
     try:
         s = tasks.Settings(model, "parity", 0, 2, 8, [8, 12], 16, 1e-3)
@@ -5709,6 +5715,7 @@ def test_seeds_trained_together_are_trained_alone(short_tasks, monkeypatch, mode
         rounded = {key: pytest.approx(b[key], rel=1e-4) for key in {"loss", "grad_norm", "grad_max"} & a.keys()}
         assert a == b | rounded | {key: a[key] for key in {"time_s", "theta"} & a.keys()}
     assert together[0][1]["loss"] != together[1][1]["loss"]
+    assert [generator.initial_seed() for generator in dropout[0]] == [42, 43]
 
 
 def test_task_protocol(monkeypatch):
@@ -6026,6 +6033,10 @@ def test_token_angles():
             block.W_theta.weight[:, symbol] = torch.tensor([math.cos(angle), math.sin(angle)]).atanh()
     assert tasks.token_angles(model, "parity", [1, 2], "cpu")["theta"] == [[[[-1.0, 1.0], [2.5, 1.0]]]] * 2
     assert tasks.token_angles(tasks.build("csp-fast", "s3", [1]), "s3", [1], "cpu") == {}
+    # Angles of 3 and -3 in turns: on the circle their mean is half a turn, not 0.
+    block.angle = lambda z: 3.0 * (-1) ** torch.arange(16).expand(*z.shape[:3])[..., None, None]
+    for angle, length in np.reshape(tasks.token_angles(model, "parity", [1, 2], "cpu")["theta"], (-1, 2)):
+        assert abs(angle) > 3.1 and length == pytest.approx(-math.cos(3), abs=1e-3)
 
 
 def test_paper_tables_of_tasks():
@@ -6041,6 +6052,9 @@ def test_mean_interval():
     mean, half = report.mean_interval([0.1, 0.2, 0.3, 0.4, 0.5])
     assert (mean, half) == pytest.approx((0.3, 0.19632), abs=1e-4)
     assert report.mean_interval([0.5]) == (0.5, None)
+    models = {"hmamba": {"1": 1.0, "2": 2.0}, "mamba": {"2": 2.6, "1": 1.5, "3": 9}}
+    assert report.pairs(models, float) == [("mamba", "hmamba", [(2.6, 2.0), (1.5, 1.0)])]  # by seed, in any order
+    assert report.difference([(2.6, 2.0), (1.5, 1.0)]) == "+0.550 +- 0.635"  # 12.706 * 0.1 / 2, of differences
     values = randn(200).tolist()
     mean, half = report.mean_interval(values)
     assert 1 < half / (1.972 * np.std(values, ddof=1) / 200**0.5) < 1.04  # 1.972: the quantile for 199
