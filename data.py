@@ -139,15 +139,12 @@ def replace_file(path, write, keep=None):
 def hash_file(path, file=None):
     """SHA-256 of a file, in hex. `file`: it, open already, if its path may be another file's by now."""
     digest = hashlib.sha256()
-    with (
-        explain(f"read {path}"),
-        nullcontext(file) if file else open(path, "rb") as f,
-        progress(total=os.fstat(f.fileno()).st_size, desc=f"hashing {path.name}") as bar,
-    ):
+    with explain(f"read {path}"), nullcontext(file) if file else open(path, "rb") as f:
         f.seek(0)
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-            bar.update(len(chunk))
+        with progress(total=os.fstat(f.fileno()).st_size, desc=f"hashing {path.name}") as bar:
+            while chunk := f.read(1 << 20):
+                digest.update(chunk)
+                bar.update(len(chunk))
     return digest.hexdigest()
 
 
@@ -221,7 +218,7 @@ class Source:
 
     url: str  # or the path of a file or folder here
     size: int | None = None  # bytes; None: what the server says
-    sha256: str | None = None  # in hex; None: what the server says on first use. Of a .zip: of what is packed in it
+    sha256: str | None = None  # in hex; None: as the hub lists it. Of a .zip: of what is packed in it
     split: str | None = None  # that it belongs to, if the corpus comes with splits of its own
     mirrors: tuple = ()  # more URLs
 
@@ -1051,10 +1048,10 @@ def status(name):
     record = read_record(path, recipe)
     if record["sha256"]:
         return f"{record['size']:,} bytes, prepared"
-    if recipe.origin:
-        return f"{recipe.size:,} bytes, not prepared yet"
-    cost = f"downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk"
     begun = f"prepared up to byte {record['size']:,}" if record["size"] else "not prepared yet"
+    if recipe.origin:
+        return f"{recipe.size:,} bytes, {begun}"
+    cost = f"downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk"
     return f"about {recipe.size:,} bytes, {cost}, {begun}"
 
 
