@@ -1,13 +1,14 @@
 """What trained models hold, from their checkpoints: what the PAM paper looks for, and phases over a text.
 
-    python diagnose.py runs/pam-stdlib-tiny-s1 runs/sam-stdlib-tiny-s1    rank of the memory, repetition; tables and figures
+    python diagnose.py runs/pam-stdlib-tiny-s1 runs/sam-stdlib-tiny-s1    rank of the memory, repetition
     python diagnose.py runs/pam* --wordnet data/wordnet                   of runs on GPT-2's tokens: also word pairs
     python diagnose.py runs/hmamba-stdlib-tiny-s1 --prompt "def main("    phases and moduli of its state over a text
 
-Papers: PAM, "Phase-Associative Memory", sections II and III; QS (arXiv 2608.14691), sections 5.1 and 5.5. Of runs of pam and sam:
-the effective rank of the memory beside the same model at its initialisation, the repetition of the texts in the log and, with
---wordnet, the phase coherence of word pairs. With --text or --prompt instead a picture a run: hue is the phase, brightness the
-modulus, of psi_t (hmamba), of the diagonal of the memory S_t (pam) or of the turned keys (htransformer). Real models have no phase.
+Papers: PAM, "Phase-Associative Memory", sections II and III; QS (arXiv 2608.14691), sections 5.1 and 5.5. Of runs of
+pam and sam: the effective rank of the memory beside the same model at its initialisation, the repetition of the texts
+in the log and, with --wordnet, the phase coherence of word pairs. With --text or --prompt instead a picture a run:
+hue is the phase, brightness the modulus, of psi_t (hmamba), of the diagonal of the memory S_t (pam) or of the turned
+keys (htransformer). Real models have no phase.
 """
 
 import codecs
@@ -42,8 +43,8 @@ def effective_rank(S):
 
 
 def state_ranks(model, tokens, positions):
-    """Effective rank of the memories of a PAM or SAM that has read the first t of tokens (B, T), for each t of `positions`,
-    ascending: (positions, layers, H, B)."""
+    """Effective rank of the memories of a PAM or SAM that has read the first t of tokens (B, T), for each t of
+    `positions`, ascending: (positions, layers, H, B)."""
     state, ranks = None, []
     with torch.no_grad():
         for begin, end in pairwise([0, *positions]):
@@ -55,8 +56,8 @@ def state_ranks(model, tokens, positions):
 
 
 def ranks_table(positions, trained, untrained, after):
-    """Markdown: for each layer and head the effective rank after `after` tokens, and from there on its mean over positions,
-    with the lowest and the highest. trained, untrained: of state_ranks; means over the windows."""
+    """Markdown: for each layer and head the effective rank after `after` tokens, and from there on its mean (range).
+    trained, untrained: of state_ranks; means over the windows."""
 
     def cell(curve):
         return f"{curve.mean():.2f} ({curve.min():.2f}-{curve.max():.2f})"
@@ -71,7 +72,7 @@ def ranks_table(positions, trained, untrained, after):
 
 
 def plot_ranks(positions, trained, untrained, d, path):
-    """Effective rank against the tokens read, a line a layer (mean over heads and windows), into the PNG `path`. Grey: the
+    """Effective rank against the tokens read, a line a layer (mean over heads and windows). Grey: the
     layers of the untrained model; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
     with figure(path, "Effective rank of the memory by the tokens read", height=3.4, xlabel="tokens read",
                 ylabel=f"effective rank of S (of {d})") as (ax,):  # fmt: skip
@@ -108,8 +109,8 @@ def repetition(tokens):
 
 
 def repetitions(texts, split):
-    """`repetition` of texts, {its key: [values]}, in pieces of PAPER_SAMPLE tokens, as all three numbers depend on the length;
-    a text of less is one piece. split: text -> list of tokens or words."""
+    """`repetition` of texts, {its key: [values]}, in pieces of PAPER_SAMPLE tokens, as all three numbers depend on the
+    length; a text of less is one piece. split: text -> list of tokens or words."""
     found = []
     for tokens in map(split, texts):
         starts = range(0, max(1, len(tokens) - PAPER_SAMPLE + 1), PAPER_SAMPLE)
@@ -118,8 +119,8 @@ def repetitions(texts, split):
 
 
 def repetition_rows(events, windows, split, decode):
-    """Rows of a table: what the texts are, how many, and each kind of repetition with a 95 % interval; of the windows (B, T) of
-    real text, and of the texts that a run logged in the last tenth of its steps. split, decode: of `repetitions`, of a token."""
+    """Rows of a table: kind of text, how many, and each kind of repetition with a 95 % interval; of the windows (B, T)
+    of real text, and of the texts logged in the last tenth of the steps. decode: of a token."""
     rows, end = [], 0.9 * events[-1]["step"]
     texts = {"validation text": [b"".join(map(decode, window)).decode(errors="replace") for window in windows.tolist()]}
     for event, name in SAMPLING.items():
@@ -133,7 +134,7 @@ def repetition_rows(events, windows, split, decode):
 
 
 def plot_repetition(curves, path):
-    """Repetition of generated texts against the training step, a line a run, into the PNG `path`; dashed grey: the paper's, of its
+    """Repetition of generated texts against the training step, a line a run; dashed grey: the paper's, of its
     last epoch. curves: {run: (model, [step], {key of `repetition`: [mean]})}."""
     titles = ["3-grams that occurred before", "4-grams that occurred before", "unique tokens"]
     with figure(path, "Repetition of the texts generated in training", titles, 3, xlabel="optimization step") as axes:
@@ -165,7 +166,7 @@ def phase_coherence(embedding, pairs):
 
 
 def word_tokens(tokens, decode):
-    """{word: its token} of the tokens in `tokens` (size,) that are a space and then the word. decode: token -> bytes."""
+    """{word: its token} of those in `tokens` (size,) that are a space and then the word. decode: token -> bytes."""
     blocks = np.array_split(tokens, 1 + len(tokens) // (1 << 22))  # a large map is never copied whole
     seen = {token: decode(token) for token in set().union(*(np.unique(block).tolist() for block in blocks))}
     return {text[1:].decode(errors="replace"): token for token, text in seen.items() if text.startswith(b" ")}
@@ -174,13 +175,13 @@ def word_tokens(tokens, decode):
 def wordnet_pairs(folder):
     """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv.
 
-    Returns: (synonyms, antonyms), sets of (lemma, lemma) in alphabetical order, spaces for underscores; what is both is in
-        neither. Raises InputError for a file that is missing or not WordNet's."""
+    Returns: (synonyms, antonyms), sets of (lemma, lemma) in alphabetical order, spaces for underscores; what is both is
+        in neither. Raises InputError for a file that is missing or not WordNet's."""
     words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
     for pos in ("noun", "verb", "adj", "adv"):
         path = Path(folder) / f"data.{pos}"
-        with explain(f"read WordNet's {path.name} (unzip {WORDNET_URL} in {cache_dir()} and name {cache_dir() / 'wordnet'}, or "
-                     "/usr/share/wordnet of Debian's package wordnet-base)"):  # fmt: skip
+        get = f"unzip {WORDNET_URL} in {cache_dir()} and name {cache_dir() / 'wordnet'}"
+        with explain(f"read WordNet's {path.name} ({get}, or /usr/share/wordnet of Debian's package wordnet-base)"):
             lines = path.read_text(encoding="latin-1").splitlines()
         try:
             for line in lines:
@@ -212,11 +213,11 @@ def near_zero(phase):
 def coherence_groups(embedding, untrained, pairs, ids, seed=1):
     """Phase coherence of word pairs, beside shuffled pairs of the same words (PAM section II, figure 3).
 
-    Args: embedding, untrained (V, D, 2); pairs {name: set of (word, word)}; ids {word: token}. Pairs with a word that is not in
-        `ids` are dropped. A group "random" is added: as many pairs as the first group has, of the words of all.
-    Returns: {name: dict} with n; words, how many there are; coherence and phase (n,); untrained, the mean coherence there; and of
-        each of REPAIRINGS shuffles of the second words its mean coherence, shuffled, and its near_zero, shuffled_near.
-        Raises InputError if less than two pairs are left."""
+    Args: embedding, untrained (V, D, 2); pairs {name: set of (word, word)}; ids {word: token}. Pairs with a word that
+        is not in `ids` are dropped. A group "random" is added, as many pairs as the first group has, of all words.
+    Returns: {name: dict} with n; words, how many there are; coherence and phase (n,); untrained, the mean coherence
+        there; and of each of REPAIRINGS shuffles of the second words its mean coherence, shuffled, and its near_zero,
+        shuffled_near. Raises InputError if less than two pairs are left."""
     generator = torch.Generator().manual_seed(seed)
     embedding, untrained = embedding.double(), untrained.double()  # once for all calls of phase_coherence
     tokens = {
@@ -245,8 +246,8 @@ def coherence_groups(embedding, untrained, pairs, ids, seed=1):
 
 
 def coherence_table(groups):
-    """Markdown of coherence_groups. The interval of the mean takes pairs as independent, though they share words; the range
-    of the shuffled means does not."""
+    """Markdown of coherence_groups. The interval of the mean takes pairs as independent, though they share words; the
+    range of the shuffled means does not."""
     rows = []
     for name, g in groups.items():
         (mean, half), quantiles = mean_interval(g["coherence"].tolist()), statistics.quantiles(g["shuffled"], n=40)
@@ -259,10 +260,10 @@ def coherence_table(groups):
 
 
 def plot_coherence(groups, path):
-    """PAM figure 3: coherence against phase, a panel for each group of coherence_groups, into the PNG `path`."""
+    """PAM figure 3: coherence against phase, a panel for each group of coherence_groups."""
     titles = [f"{name}, n = {g['n']:,}" for name, g in groups.items()]
-    with figure(path, "Phase coherence of word pairs", titles, len(groups), 2.8, "phase of <z1|z2>, radians", "coherence",
-                sharey=True) as axes:  # fmt: skip
+    with figure(path, "Phase coherence of word pairs", titles, len(groups), 2.8, "phase of <z1|z2>, radians",
+                "coherence", sharey=True) as axes:  # fmt: skip
         for i, (ax, g) in enumerate(zip(axes, groups.values())):
             ax.plot(g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=f"C{i}")
             ax.axhline(g["coherence"].mean(), ls="--", lw=1.2, color="black", label="mean")
@@ -278,8 +279,7 @@ MOST_TOKENS, MOST_LAYERS, MOST_HEADS, MOST_ROWS = 64, 4, 4, 16  # in a picture; 
 
 
 def complex_states(model, idx):
-    """What DRAWN says, of an H-Mamba, PAM or H-Transformer that reads idx (1, T): complex (layers, heads, numbers, T), or None if
-    it is real."""
+    """What DRAWN says, of a model that reads idx (1, T): complex (layers, heads, numbers, T), or None if it is real."""
     if model.real if hasattr(model, "real") else getattr(model.config, "field", "real") == "real":
         return None
     if hasattr(model.layers[0], "e"):  # H-Transformer: where gradients are kept, its state holds every key
@@ -301,7 +301,7 @@ def complex_states(model, idx):
 
 
 def plot_phases(z, labels, title, path):
-    """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T), into the PNG `path`."""
+    """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T)."""
     layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
     titles = [f"layer {layer}" for layer in layers]
     with warnings.catch_warnings(), figure(path, title, titles, height=2, colours=256) as axes:
@@ -317,7 +317,8 @@ def plot_phases(z, labels, title, path):
             ax.imshow((hue * bright[..., None]).reshape(-1, T, 3), aspect="auto", interpolation="nearest")
             ax.hlines(np.arange(1, heads) * rows - 0.5, -0.5, T - 0.5, color="white", lw=1.5)
             ax.set_yticks(np.arange(heads) * rows + (rows - 1) / 2, [f"head {i}" for i in range(heads)])
-            ax.set_xticks(range(T), labels, family="monospace", rotation=90 * any(len(x) > 1 for x in labels), parse_math=False)
+            turn = 90 * any(len(x) > 1 for x in labels)
+            ax.set_xticks(range(T), labels, family="monospace", rotation=turn, parse_math=False)
             ax.tick_params(length=0)
             ax.grid(False)
         phase = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-math.pi, math.pi), "hsv")
@@ -349,20 +350,19 @@ def phases(folders, text):
 
 
 def diagnose(folders, logs, wordnet=None):
-    """What the PAM paper looks for in trained models, of runs of PAM and SAM: effective rank of the memory, beside the same
-    model at its initialisation; repetition of the texts in the log; phase coherence of word pairs, if `wordnet` names the folder
-    of WordNet's files.
+    """The tables of the module's docstring of runs of PAM and SAM. wordnet: the folder of WordNet's files, or None.
 
-    Returns: the tables; those of ranks by layer and head; {file name: function that draws it}. Raises InputError: another
-        model, no checkpoint, other data than the run's, word pairs of bytes."""
+    Returns: the tables; those of ranks by layer and head; {file name: function that draws it}. Raises InputError:
+        another model, no checkpoint, other data than the run's, word pairs of bytes."""
     for folder, events in zip(folders, logs):
         s = events[0]["settings"]
         if s["model"].split(":")[0] not in ("pam", "sam"):
-            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: its state is no matrix, draw it with --text or --prompt")
+            how = "its state is no matrix, draw it with --text or --prompt"
+            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: {how}")
         if not {"data", "tokens", "seq"} <= s.keys():
             raise InputError(f"{folder} was written by another version of train.py")
         if wordnet and s["tokens"] != "gpt2":
-            raise InputError(f"{folder} was trained on bytes, and no byte is a word: --wordnet takes runs with --tokens gpt2")
+            raise InputError(f"{folder} has bytes, and no byte is a word: --wordnet takes runs with --tokens gpt2")
     pairs = dict(zip(("synonyms", "antonyms"), wordnet_pairs(wordnet))) if wordnet else {}
     rank_rows, by_head, coherence, curves, figures = [], [], [], {}, {}
     repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
@@ -406,14 +406,15 @@ def diagnose(folders, logs, wordnet=None):
     head = [f"{kind}after {t}" for kind in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
     text = [
         markdown(["run", "d", "windows", "tokens", *head], rank_rows, "### Effective rank of the memory S_t",
-                 f"The paper: about {PAPER_RANK} of d = 64 within 10-{PAPER_SETTLED} tokens. Ours: mean over layers, heads and "
-                 "windows of validation text (lowest-highest head)."),
+                 f"The paper: about {PAPER_RANK} of d = 64 within 10-{PAPER_SETTLED} tokens. Ours: mean over layers, "
+                 "heads and windows of validation text (lowest-highest head)."),
         markdown(["run", "unit", "texts", "n", "3-grams repeated", "4-grams repeated", "unique"], repetition_table,
                  "### Repetition of the generated texts",
-                 f"In pieces of {PAPER_SAMPLE} tokens, or words where the tokens are bytes; means over pieces and 95 % intervals."),
+                 f"In pieces of {PAPER_SAMPLE} tokens, or words where the tokens are bytes; means over pieces and 95 % "
+                 "intervals."),
         "### Phase coherence of word pairs",
-        ("The paper, without numbers: synonyms lie near phase 0 at elevated coherence, random pairs anywhere. Of uniform phases "
-         "a quarter is within pi/4 of 0. +-: 95 %, as if pairs that share a word were independent."),
+        ("The paper, without numbers: synonyms lie near phase 0 at elevated coherence, random pairs anywhere. Of "
+         "uniform phases a quarter is within pi/4 of 0. +-: 95 %, as if pairs that share a word were independent."),
         *(coherence or [f"Not measured: --wordnet FOLDER names WordNet's files ({WORDNET_URL})."]),
     ]  # fmt: skip
     return "\n\n".join(text), "\n\n".join(["### Effective rank by layer and head", *by_head]), figures
@@ -422,11 +423,13 @@ def diagnose(folders, logs, wordnet=None):
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or their log.jsonl")
-    parser.add_argument("--out", metavar="FOLDER", default="diagnostics", help="folder for tables and figures (default: %(default)s)")
+    where = "folder for tables and figures (default: %(default)s)"
+    parser.add_argument("--out", metavar="FOLDER", default="diagnostics", help=where)
     texts = parser.add_mutually_exclusive_group()
     texts.add_argument("--text", metavar="FILE", help=f"draw phases over the first {MOST_TOKENS} tokens of this file")
     texts.add_argument("--prompt", help="draw phases over this text")
-    parser.add_argument("--wordnet", metavar="FOLDER", help="folder of WordNet's files, for word pairs; of runs on GPT-2's tokens")
+    words = "folder of WordNet's files, for word pairs; of runs on GPT-2's tokens"
+    parser.add_argument("--wordnet", metavar="FOLDER", help=words)
     args = parser.parse_args()
     paths = [Path(os.path.expanduser(run)) for run in args.runs]
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
@@ -443,7 +446,8 @@ def main():
         tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], wordnet)
         show_report(tables, figures, out, hidden=by_head)
     elif not text or args.wordnet:
-        raise InputError("--wordnet goes without --text and --prompt" if text else "the text to draw phases over is empty")
+        clash = "--wordnet goes without --text and --prompt"
+        raise InputError(clash if text else "the text to draw phases over is empty")
     else:
         lines, figures = phases(folders, text)
         print(lines, flush=True)

@@ -1,14 +1,14 @@
 """The logs of train.py and tasks.py, written and read: every table and figure of the three papers that logs can give.
 
-    python report.py runs/*-stdlib-*                              steps to a loss, ratios, gaps, cost: tables on the terminal
+    python report.py runs/*-stdlib-*                              steps to a loss, ratios, gaps, cost: on the terminal
     python report.py runs/*-stdlib-* --out figures                and, with the figures, into a folder
     python report.py runs/tasks-40/* --out figures                length generalization
     python report.py runs/pam* runs/sam* --out figures            runs in epochs: also power laws and their crossing
 
 What checkpoints can give is diagnose.py's.
-Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691), section 8; PAM,
-section III; CSP, section 3. Losses in the logs are in nats per token; divided by ln 2 they are bpc, bits per character, if the
-tokens are bytes, and else bits a token. "+-" is half a 95 % confidence interval (Student's t), of differences paired by seed.
+Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691),
+section 8; PAM, section III; CSP, section 3. Losses in the logs are in nats per token; divided by ln 2 they are bpc,
+bits per character, if the tokens are bytes, and else bits a token. "+-" is half a 95 % confidence interval.
 """
 
 import colorsys
@@ -37,8 +37,8 @@ class Log:
     """log.jsonl of a run, one JSON object a line."""
 
     def __init__(self, folder, start, keep=None, active=True):
-        """Args: start: the time.monotonic() at which time_s is 0; keep: on resuming, events after this step are dropped;
-        active: False for all ranks but the first, which alone writes."""
+        """Args: start: the time.monotonic() at which time_s is 0; keep: on resuming, events after this step are
+        dropped; active: False for all ranks but the first, which alone writes."""
         self.path, self.start, self.active = folder / "log.jsonl", start, active
         if keep is not None and active and self.path.exists():
             kept = [e for e in read_log(self.path) if e["step"] <= keep and e["event"] not in ("final", "sample")]
@@ -77,7 +77,8 @@ def provenance(device, world):
     return {
         "git": git, "world": world, "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda"
+                  else f"{device.type}, {platform.machine()}",
     }  # fmt: skip
 
 
@@ -96,7 +97,8 @@ def read_log(path):
     if not all(isinstance(part, dict) and part for part in parts) or events[0]["event"] != "header":
         raise InputError(f"{path} is not a log of train.py or tasks.py: its first line is no header")
     if any(e["event"] == "header" for e in events[1:]):
-        raise InputError(f"{path} holds the logs of several runs, one behind the other: put them into files of their own")
+        several = "holds the logs of several runs, one behind the other: put them into files of their own"
+        raise InputError(f"{path} {several}")
     if bad:
         named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         print(f"note: of {path} these lines cannot be read and are left out: {named}", file=sys.stderr)
@@ -107,7 +109,8 @@ def _event(line):
     """The event of a line, or None."""
     try:
         event = json.loads(line)
-        numbers = [event.get(key, 0.0) for key in ("step", "loss", "val_loss", "epoch", "tok_s")] + event.get("layers", [])
+        numbers = [event.get(key, 0.0) for key in ("step", "loss", "val_loss", "epoch", "tok_s")]
+        numbers += event.get("layers", [])
         whole = isinstance(event["event"], str) and isinstance(event["step"], int) and all(map(_is_number, numbers))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
@@ -183,14 +186,14 @@ COLOURS = {
     "signed-mamba": "#9C7A00", "decoder": "#999999",
 }  # fmt: skip
 COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # real model -> its complex realization
-VARIANTS = ((0.05, 0.7), (-0.05, 0.2), (0.1, 0.45), (-0.1, 0.6))  # turn of the hue, and lightness: of models with options
+VARIANTS = ((0.05, 0.7), (-0.05, 0.2), (0.1, 0.45), (-0.1, 0.6))  # of models with options: turn of the hue, lightness
 REAL = {*COMPLEX, "rnn", "signed-mamba", "decoder"}
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9,
          "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 150}  # fmt: skip
 
 
 def style(label):
-    """Colour and dashes of a model's lines, by its name and options alone, so that they are the same in every figure."""
+    """Colour and dashes of a model's lines in every figure, by its name and options alone."""
     name, *options = re.split("[:,]", label.partition(", rate")[0])
     colour = COLOURS.get(name) or list(COLOURS.values())[zlib.crc32(name.encode()) % len(COLOURS)]
     real = name in REAL or "field=real" in options
@@ -205,9 +208,9 @@ def style(label):
 
 @contextmanager
 def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="", colours=128, **shared):
-    """Yields a list of axes, one for each title in `panels`, that become the PNG `path` when the block ends, over one legend of all
-    that has a label. Drawn by Agg in matplotlib's own style, whatever MPLBACKEND and matplotlibrc say. height: of a row; xlabel:
-    of the lowest axes; ylabel: of the first column, or a tuple of one for each row; colours: kept, 0: all; shared: sharex, sharey."""
+    """Yields a list of axes, one for each title in `panels`, that become the PNG `path` when the block ends, over one
+    legend of all that has a label. Drawn by Agg in matplotlib's own style, whatever MPLBACKEND and matplotlibrc say.
+    height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple; colours: kept, 0: all."""
     backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
     try:
         with needs("matplotlib"):
@@ -257,8 +260,8 @@ def draw_runs(ax, curves, label, **look):
 
 
 def write_report(text, figures, out):
-    """Writes `text` as tables.md into the folder `out`, then draws `figures`, {file name: function of its path}. A figure
-    that cannot be drawn is a line on stderr and stops nothing. Returns the paths that were written."""
+    """Writes `text` as tables.md into the folder `out`, then draws `figures`, {file name: function of its path}. A
+    figure that cannot be drawn is a line on stderr and stops nothing. Returns the paths that were written."""
     paths, faults = [out / "tables.md"] * bool(text), {}
     if text:
         with explain(f"write {out}"):
@@ -276,8 +279,8 @@ def write_report(text, figures, out):
 
 
 def show_report(text, figures, out=None, hidden=""):
-    """Prints tables and, into the folder `out`, writes them, with those that are `hidden` from the terminal, and the figures.
-    Exits with the code 2 if a figure cannot be drawn."""
+    """Prints tables and, into the folder `out`, writes them, with those that are `hidden` from the terminal, and the
+    figures. Exits with the code 2 if a figure cannot be drawn."""
     print(text, end="\n" * bool(text), flush=True)
     paths = write_report("\n\n".join(filter(None, (text, hidden))), figures, out) if out else []
     for path in paths:
@@ -290,8 +293,8 @@ def show_report(text, figures, out=None, hidden=""):
 # Training runs (QS section 8: tables 3-8, figures 3-7)
 
 TARGETS = (4.0, 3.5, 3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
-# What the paper's text prints of its 253M models on enwik8, OpenWebText and FineWeb, one seed each. Its tables themselves
-# are not in the text: of most cells it has a range, or one corpus, or "about".
+# What the paper's text prints of its 253M models on enwik8, OpenWebText and FineWeb, one seed each. Its tables are not
+# in the text: of most cells it has a range, or one corpus, or "about".
 PAPER_STEPS = {  # table 6
     2.5: {"hmamba": "75-79", "mamba": "237-252"},
     2.0: {"hmamba": "191 enwik8", "mamba": "575 enwik8", "htransformer": "219 owt", "transformer": "484 owt"},
@@ -301,8 +304,8 @@ PAPER_WARMUP_GAPS = {"mamba": "0.321 and 0.368", "transformer": "larger than at 
 PAPER_GAPS = {"mamba": (0.315, 0.396), "transformer": (-0.132, 0.034)}  # tables 7-8: at 1000 steps, all three
 PAPER_LOSS = {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"}  # table 8
 PAPER_SPREAD, PAPER_ENDS = {"hmamba": "about 2", "mamba": "more than 10"}, {"mamba": "10 to 100"}  # 8.4
-PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 and "
-              "Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
+PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 "
+              "and Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
 PAPER_WARMUP = 0.75  # of 1000 steps, table 4
 FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
 # What runs of one comparison may differ in: what tables name, and what does not change the course of a run.
@@ -347,8 +350,8 @@ def unit(tokens):
 
 
 def steps_to_target(steps, losses, target):
-    """The step at which the loss first attains `target`: linear interpolation between the evaluations that bracket it
-    (QS 8.1). None if it never does."""
+    """The step at which the loss first attains `target`, interpolated between evaluations (QS 8.1). None if it never
+    does."""
     first = next((i for i, loss in enumerate(losses) if loss <= target), None)
     if not first:
         return None if first is None else float(steps[0])
@@ -370,12 +373,12 @@ def final_loss(events):
 
 def speed(events):
     """Median tokens a second. Intervals in which the clock was set back do not count; nan if none is left."""
-    return statistics.median([e["tok_s"] for e in events if e["event"] == "train" and e.get("tok_s", 0) > 0] or [math.nan])
+    found = [e["tok_s"] for e in events if e["event"] == "train" and e.get("tok_s", 0) > 0]
+    return statistics.median(found or [math.nan])
 
 
 def layer_spread(events):
-    """Largest over smallest gradient norm of the layers, and last over first, medians over the evaluations (QS 8.4); None, None
-    without any."""
+    """Largest over smallest and last over first of the layers' gradient norms, medians (QS 8.4), or [None, None]."""
     norms = [e["layers"] for e in events if e["event"] == "grad" and min(e["layers"]) > 0]
     ratios = [(max(x) / min(x), x[-1] / x[0]) for x in norms]
     return [statistics.median(values) for values in zip(*ratios)] or [None, None]
@@ -392,8 +395,8 @@ def family(label):
 
 
 def reference(label, labels):
-    """What a row is compared with, or None: its complex realization with the same options, or else without; for a variant of a
-    complex model that model; or else the first of its family, or of `labels`."""
+    """What a row is compared with, or None: its complex realization with the same options, or else without; for a
+    variant of a complex model that model; or else the first of its family, or of `labels`."""
     if label in FAMILIES:
         return None
     relatives = [x for x in labels if family(x) == family(label)]
@@ -418,9 +421,9 @@ def run_labels(logs):
 
 
 def group_runs(logs):
-    """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run; its labels
-    are models (with their rates, where one has several), complex ones before their twins. Raises InputError for two runs of
-    one label and seed, or of different configurations."""
+    """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run;
+    its labels are models (with their rates, where one has several), complex ones before their twins. Raises InputError
+    for two runs of one label and seed, or of different configurations."""
     groups = {}
     for events in logs:
         settings = {"tokens": "bytes"} | {k: v for k, v in events[0]["settings"].items() if v is not None}
@@ -446,16 +449,15 @@ def _by_label(logs):
 
 
 def pairs(models, value):
-    """[(label, its reference, [(value, reference's value)] over the seeds of both)]. value: function of a run's events; seeds
-    for which it is None on either side are left out."""
+    """[(label, its reference, [(value, reference's value)] over the seeds of both)]. value: function of a run's events;
+    seeds for which it is None on either side are left out."""
     found = []
     for label, runs in models.items():
         other = reference(label, models)
-        shared = [seed for seed in runs if seed in models.get(other, ())]
-        both = [(value(runs[seed]), value(models[other][seed])) for seed in shared]
+        theirs = models.get(other, {})
+        both = [(value(events), value(theirs[seed])) for seed, events in runs.items() if seed in theirs]
         both = [pair for pair in both if None not in pair]
-        if both:
-            found.append((label, other, both))
+        found += [(label, other, both)] * bool(both)
     return found
 
 
@@ -468,8 +470,8 @@ def warmup_end(shared):
 
 
 def targets(models):
-    """(losses, common). losses, falling: those of TARGETS that a run reaches, and for each family the tenth of a bit that all of
-    its runs reach; common: the one that all runs reach, None without any evaluation."""
+    """(losses, common). losses, falling: those of TARGETS that a run reaches, and for each family the tenth of a bit
+    that all of its runs reach; common: the one that all runs reach, None without any evaluation."""
 
     def lowest(labels):
         curves = [curve(events)[1] for label in labels for events in models[label].values()]
@@ -482,7 +484,8 @@ def targets(models):
 
 def describe(shared, models):
     """One paragraph: the data, the protocol (QS table 4), and what ran it."""
-    headers = [e for runs in models.values() for log in runs.values() for e in log if e["event"] in ("header", "resume")]
+    events = [e for runs in models.values() for log in runs.values() for e in log]
+    headers = [e for e in events if e["event"] in ("header", "resume")]
     device, threads, git = (", ".join(sorted({str(h.get(k)) for h in headers})) for k in ("device", "threads", "git"))
     torch = ", ".join(sorted({str(h.get("versions", {}).get("torch", "?")) for h in headers}))
     d, (step, _) = shared["data"], warmup_end(shared)
@@ -490,17 +493,18 @@ def describe(shared, models):
     o = headers[0].get("optimizer")
     adamw = f", AdamW {tuple(o['betas'])}, decay {o['decay']}, gradients clipped at {o['clip']:g}" if o else ""
     return (
-        f"Data: {d['name']}, {d.get('size', 0):,} tokens, SHA-256 {d.get('sha256', '?')[:12]}. {shared['steps']:,} steps of "
-        f"{shared['batch']} x {shared['seq']} tokens, {rate}{adamw}, {shared['dtype']}. Validation every "
+        f"Data: {d['name']}, {d.get('size', 0):,} tokens, SHA-256 {d.get('sha256', '?')[:12]}. {shared['steps']:,} "
+        f"steps of {shared['batch']} x {shared['seq']} tokens, {rate}{adamw}, {shared['dtype']}. Validation every "
         f"{shared.get('eval_every', '?')} steps on {shared['eval_seqs']} fixed windows, at the end on the whole split. "
-        f"{device}; threads: {threads}; PyTorch {torch}; code {git}. In brackets: lowest and highest seed; +- and square "
-        "brackets: 95 % interval, paired by seed; *italics*: the paper's, 253M parameters, one seed on each of three corpora."
+        f"{device}; threads: {threads}; PyTorch {torch}; code {git}. In brackets: lowest and highest seed; +- and "
+        "square brackets: 95 % interval, paired by seed; *italics*: the paper's, 253M parameters, one seed on each of "
+        "three corpora."
     )
 
 
 def training_tables(shared, models):
-    """Markdown of a group: models and protocol (QS tables 3-4), steps to a loss and their ratios (6, 5), gaps (7), losses at the
-    budget (8), cost (9.3), spread of the layers' gradients (8.4), every run. *Italics: the paper's, at 253M.*"""
+    """Markdown of a group: models and protocol (QS tables 3-4), steps to a loss and their ratios (6, 5), gaps (7),
+    losses at the budget (8), cost (9.3), spread of the layers' gradients (8.4), every run."""
     loss, budget, constant = unit(shared["tokens"]), shared["steps"], shared.get("schedule") == "constant"
     (goals, common), (warm, what) = targets(models), warmup_end(shared)
     heads, at_budget = [f"{goal} {loss}" for goal in goals], partial(loss_at, step=budget)
@@ -518,7 +522,7 @@ def training_tables(shared, models):
         return statistics.fmean(losses) if losses and None not in losses else None
 
     def by_model(columns, missing=lambda label: ""):
-        """A row a model: its label, and for each column, (function of a run, digits, the paper's), the range of its seeds."""
+        """A row a model: its label, and for each (function of a run, digits, the paper's) the range of its seeds."""
         rows = []
         for label, runs in models.items():
             cells = [with_range([*map(value, runs.values())], digits) or missing(label) for value, digits, _ in columns]
@@ -527,7 +531,7 @@ def training_tables(shared, models):
         return rows
 
     def paired(join, sign, columns):
-        """A row a pair, and for each column, (function of a run, the paper's), its text by `join`: difference or ratio."""
+        """A row a pair, and for each (function of a run, the paper's) its text by `join`: difference or ratio."""
         found = {}
         for i, (value, printed) in enumerate(columns):
             for label, other, both in pairs(models, value):
@@ -555,7 +559,8 @@ def training_tables(shared, models):
             cells += [with_range([end(events)], 3) or "-" for end in (at_budget, final_loss)]
             every_run.append([label, seed, *cells])
     gaps = {label: f"{low} to {high}" for label, (low, high) in PAPER_GAPS.items()}
-    spread = [(lambda events: layer_spread(events)[0], 2, PAPER_SPREAD), (lambda events: layer_spread(events)[1], 2, PAPER_ENDS)]
+    spread = [(lambda events: layer_spread(events)[0], 2, PAPER_SPREAD),
+              (lambda events: layer_spread(events)[1], 2, PAPER_ENDS)]  # fmt: skip
     costs = [(partial(cost, of_step=lambda events: 1e6), 2, {}), (speed, 0, {}),
              (partial(cost, of_step=lambda events: 60 * speed(events)), 1, {})]  # fmt: skip
     tables = [
@@ -573,8 +578,9 @@ def training_tables(shared, models):
         markdown(["model", "fixed windows", "whole split"],
                  by_model([(at_budget, 3, {}), (final_loss, 3, PAPER_LOSS)], lambda label: "not finished"),
                  f"#### Validation loss at the budget, {loss}"),
-        markdown(["model", "tokens, millions", "tokens a second", "minutes"], by_model(costs), f"#### Cost of {common} {loss}",
-                 "At the median speed of each run, without validation." + f" {PAPER_COST}" * (loss == "bpc")) if common else "",
+        markdown(["model", "tokens, millions", "tokens a second", "minutes"], by_model(costs),
+                 f"#### Cost of {common} {loss}", "At the median speed of each run, without validation."
+                 + f" {PAPER_COST}" * (loss == "bpc")) if common else "",
         markdown(["model", "largest over smallest", "last over first"], [row for row in by_model(spread) if row[1]],
                  "#### Gradient norms of the layers", "Medians over the evaluations."),
         markdown(["model", "seed", *heads, "at the budget", "whole split"], every_run, "#### Every run"),
@@ -591,7 +597,7 @@ def caption(shared, models):
 
 
 def plot_curves(shared, models, path):
-    """Loss by optimization step: validation (QS figure 4) and training (figure 7), a row a family, into the PNG `path`."""
+    """Loss by optimization step: validation (QS figure 4) and training (figure 7), a row a family."""
     families = panels(models)
     titles = [f"{name}, {what}" for name in families for what in ("validation", "training batches")]
     with figure(path, f"{caption(shared, models)}; the first fall is cut off", titles, 2, xlabel="optimization step",
@@ -610,23 +616,21 @@ def plot_curves(shared, models, path):
 
 
 def plot_steps(shared, models, path):
-    """QS figure 3: bars of the steps to each target, points the seeds, in a bar its ratio to its reference, into the PNG `path`."""
+    """QS figure 3: bars of the steps to each target, points the seeds, in a bar its ratio to its reference."""
     goals, families = targets(models)[0], panels(models)
     title = f"{caption(shared, models)}; points: seeds; numbers: ratio of steps"
-
-    def steps_of(label, goal):
-        return {seed: steps_to_target(*curve(events), goal) for seed, events in models.get(label, {}).items()}
-
+    values = [partial(lambda goal, events: steps_to_target(*curve(events), goal), goal) for goal in goals]
+    compared = [{label: both for label, _, both in pairs(models, value)} for value in values]
     with figure(path, title, families, ylabel="steps to the loss") as axes:
         for ax, labels in zip(axes, families.values()):
             width = 0.8 / len(labels)
-            for (i, label), (j, goal) in product(enumerate(labels), enumerate(goals)):
+            for (i, label), (j, value) in product(enumerate(labels), enumerate(values)):
                 x, other = j + width * (i - (len(labels) - 1) / 2), reference(label, models)
-                steps, theirs = steps_of(label, goal), steps_of(other, goal)
-                reached = [s for s in steps.values() if s is not None]
+                steps = [*map(value, models[label].values())]
+                reached = [s for s in steps if s is not None]
                 whole = len(reached) == len(steps)  # a mean over some of the seeds would be too low
-                ratios = [steps[seed] / theirs[seed] for seed in steps if whole and theirs.get(seed)]
-                text = f"  {statistics.geometric_mean(ratios):.2f}" if all(x > 0 for x in ratios) and ratios else ""
+                ratios = [ours / theirs for ours, theirs in compared[j].get(label, ()) if ours > 0 < theirs]
+                text = f"  {statistics.geometric_mean(ratios):.2f}" if ratios else ""
                 if not whole:
                     text = f" {len(reached)} of {len(steps)} seeds" if reached else " not reached"
                 legend = None if j else label + (f" / {other}" if other else "")
@@ -639,8 +643,8 @@ def plot_steps(shared, models, path):
 
 
 def plot_gap(shared, models, path):
-    """QS figure 5: validation loss minus its reference's by step, the warmup shaded, into the PNG `path`. Thin: seeds. Horizontal
-    bands: the paper's gaps at its budget, of its own pairs."""
+    """QS figure 5: validation loss minus its reference's by step, the warmup shaded. Thin: seeds.
+    Horizontal bands: the paper's gaps at its budget, of its own pairs."""
     compared = {label: (other, both) for label, other, both in pairs(models, lambda events: dict(zip(*curve(events))))}
     families, warmup, values = panels(compared), shared.get("schedule") != "constant", [0.0]
     title = f"{caption(shared, models)}; above 0: the second leads" + "; grey: warmup" * warmup
@@ -662,7 +666,7 @@ def plot_gap(shared, models, path):
 
 
 def plot_gradients(shared, models, path):
-    """QS figure 6: gradient norm of each layer by step, mean over seeds, a panel a model, into the PNG `path`."""
+    """QS figure 6: gradient norm of each layer by step, mean over seeds, a panel a model."""
     titles, columns = [label.replace(":", "\n", 1) for label in models], min(3, len(models))
     with figure(path, caption(shared, models), titles, columns, xlabel="optimization step",
                 ylabel="gradient norm", sharex=True, sharey=True) as axes:  # fmt: skip
@@ -681,18 +685,20 @@ def plot_gradients(shared, models, path):
 
 
 def plot_rates(shared, models, path):
-    """Validation loss at the budget by peak learning rate, a row a family, points the seeds, into the PNG `path`."""
-    found = {}
-    for s, loss in ((events[0]["settings"], loss_at(events, shared["steps"])) for runs in models.values() for events in runs.values()):
+    """Validation loss at the budget by peak learning rate, a row a family, points the seeds."""
+    found, ylabel = {}, f"loss, {unit(shared['tokens'])}"
+    for events in (events for runs in models.values() for events in runs.values()):
+        s, loss = events[0]["settings"], loss_at(events, shared["steps"])
         if loss is not None:
             found.setdefault(s["model"], {}).setdefault(s["lr"], []).append(loss)
-    families, ylabel = panels(found), f"loss, {unit(shared['tokens'])}"
+    families = panels(found)
     with figure(path, caption(shared, models), families, xlabel="peak learning rate", ylabel=ylabel) as axes:
         for ax, labels in zip(axes, families.values()):
             for label in labels:
                 rates, look = sorted(found[label]), style(label)
+                points = [(rate, loss) for rate in rates for loss in found[label][rate]]
                 ax.plot(rates, [statistics.fmean(found[label][rate]) for rate in rates], **look, label=label)
-                ax.plot(*zip(*[(rate, loss) for rate in rates for loss in found[label][rate]]), "o", ms=4, color=look["color"])
+                ax.plot(*zip(*points), "o", ms=4, color=look["color"])
             ticks = sorted({rate for label in labels for rate in found[label]})
             ax.set_xscale("log")
             ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
@@ -743,7 +749,7 @@ def training_report(logs):
 # ----------------------------------------------------------------------------------------------------------------------
 # Tasks (CSP section 3, appendices A and B)
 
-# CSP tables 2-4: mean accuracy at lengths 16, 32, 48 and 64, then the five seeds at 64. Table 1 prints other means at 16 and 32.
+# CSP tables 2-4: mean accuracy at these lengths, then the five seeds at 64. Table 1 prints other means at 16 and 32.
 PAPER_LENGTHS = (16, 32, 48, 64)
 PAPER_TASKS = {
     "parity": {
@@ -779,8 +785,8 @@ def check_task(events, path):
     events = [e for e in events if e["event"] in ("header", "train", "eval", "final")]
     try:
         header, s = events[0], events[0]["settings"]
-        whole = all(isinstance(s[key], int) for key in ("seed", "epochs", "train_length")) and header["params"]["total"] > 0
-        whole = whole and all(isinstance(s[key], str) for key in ("model", "task"))
+        whole = all(isinstance(s[key], int) for key in ("seed", "epochs", "train_length"))
+        whole = whole and all(isinstance(s[key], str) for key in ("model", "task")) and header["params"]["total"] > 0
         whole = whole and max(header["data"]["shares"]) <= 1
         if events[-1]["event"] == "final":
             lengths = {e["length"]: len(e["acc_by_pos"]) for e in events if e["event"] == "eval" and e["acc"] <= 1}
@@ -798,7 +804,7 @@ def protocol(events):
 
 
 def group_tasks(logs):
-    """{task: {model: {seed: events}}}, the paper's models first. Raises InputError if the runs do not belong together."""
+    """{task: {model: {seed: events}}}, the paper's models first, or InputError if the runs do not belong together."""
     known = {model: i for i, model in enumerate(PAPER_ORDER)}
     logs = sorted(logs, key=lambda e: (known.get(e[0]["settings"]["model"], len(known)), e[0]["settings"]["seed"]))
     groups, first = {}, protocol(logs[0])
@@ -830,8 +836,8 @@ def task_tables(logs):
     groups, s = group_tasks(logs), logs[0][0]["settings"]
     lengths, longest, at = s["lengths"], s["lengths"][-1], [f"L={length}" for length in s["lengths"]]
     text = [
-        f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean over the "
-        "seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
+        f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean "
+        "over the seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
     ]
     paired, spread, every_seed, angles = [], [], [], []
     for task, models in groups.items():
@@ -842,17 +848,18 @@ def task_tables(logs):
             printed = {n: f" *{mean:.3f}*" for n, mean in zip(PAPER_LENGTHS, means)}
             cells = [with_range([a[n] for a in acc.values()], 3) + printed.get(n, "") for n in lengths]
             rows.append([model, f"{next(iter(runs.values()))[0]['params']['total']:,}", len(runs), *cells])
-            every_seed += [[task, model, seed, *(f"{a[n]:.3f}" for n in lengths)] for seed, a in acc.items()]
             if len(acc) > 1:
                 theirs = f"{statistics.stdev(seeds):.3f}" if seeds and longest == 64 else "-"
                 deviation = statistics.stdev(a[longest] for a in acc.values())
                 spread.append([task, model, len(acc), f"{deviation:.3f}", theirs])
             for other, of_other in earlier.items():
                 both = [(a, of_other[seed]) for seed, a in acc.items() if seed in of_other]
-                cells = [difference([(a[n], b[n]) for a, b in both]) for n in lengths] if len(both) > 1 else []
-                paired += [[task, f"{model} - {other}", len(both), *cells]] if cells else []
+                if len(both) > 1:
+                    cells = [difference([(a[n], b[n]) for a, b in both]) for n in lengths]
+                    paired.append([task, f"{model} - {other}", len(both), *cells])
             earlier[model] = acc
             for seed, events in runs.items():
+                every_seed.append([task, model, seed, *(f"{acc[seed][n]:.3f}" for n in lengths)])
                 for i, ((zero, sure0), (one, sure1)) in enumerate(events[-1].get("theta", ()), 1):
                     turn = (one - zero + math.pi) % (2 * math.pi) - math.pi
                     found = f"{zero:+.3f} ({sure0:.2f})", f"{one:+.3f} ({sure1:.2f})", f"{turn / math.pi:+.3f}"
@@ -862,12 +869,13 @@ def task_tables(logs):
         markdown(["task", "difference", "seeds", *at], paired, "### Paired by seed",
                  "Mean difference in accuracy and 95 % interval (Student's t)."),
         markdown(["task", "model", "seeds", "ours", "paper"], spread, f"### Spread over the seeds, L={longest}",
-                 "Sample standard deviation; the paper's from the seeds of its tables 2-4 (its table 5 prints other numbers)."),
+                 "Sample standard deviation; the paper's from the seeds of its tables 2-4 (its table 5 prints other "
+                 "numbers)."),
         markdown(["task", "model", "seed", *at], every_seed, "### Every seed"),
         markdown(["task", "model", "seed", "block", "at 0", "at 1", "difference"], angles,
                  "### What CSP turns its state by, at each symbol",
-                 "Radians; in brackets how constant the angle is (1: always the same). The last column is the difference in "
-                 "units of pi: parity asks for 1, mod-3 for 2/3."),
+                 "Radians; in brackets how constant the angle is (1: always the same). The last column is the "
+                 "difference in units of pi: parity asks for 1, mod-3 for 2/3."),
         f"Steps skipped because a gradient was not finite: {sum(log[-1]['skipped'] for log in logs)} of all runs.",
     ]  # fmt: skip
     return "\n\n".join(filter(None, text))
@@ -878,8 +886,9 @@ def plot_lengths(task, models, path):
     header = next(iter(next(iter(models.values())).values()))[0]
     s, seeds = header["settings"], "-".join(map(str, sorted({len(runs) for runs in models.values()})))
     length, longest = s["train_length"], max(s["lengths"])
-    title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {seeds} seeds a model; grey: always the commonest answer"
-    with figure(path, title, ("", ""), 2, 3, ylabel="accuracy", sharey=True) as (left, right):
+    title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {seeds} seeds a model"
+    with figure(path, f"{title}; grey: always the commonest answer", ("", ""), 2, 3, ylabel="accuracy",
+                sharey=True) as (left, right):  # fmt: skip
         for model, runs in models.items():
             logged = [[e for e in events if e["event"] == "eval"] for events in runs.values()]
             by_length = [sorted((e["length"], e["acc"]) for e in evals) for evals in logged]
@@ -896,7 +905,8 @@ def plot_lengths(task, models, path):
 def plot_seeds(groups, path):
     """Accuracy of every seed at the longest length beside the paper's (CSP appendix B)."""
     longest = max(accuracies(next(iter(next(iter(next(iter(groups.values())).values())).values()))))
-    with figure(path, f"Every seed, accuracy at length {longest}", groups, len(groups), 3.2, ylabel="accuracy", sharey=True) as axes:
+    title = f"Every seed, accuracy at length {longest}"
+    with figure(path, title, groups, len(groups), 3.2, ylabel="accuracy", sharey=True) as axes:
         for ax, (task, models) in zip(axes, groups.items()):
             for i, (model, runs) in enumerate(models.items()):
                 ours = [accuracies(events)[longest] for events in runs.values()]
@@ -914,8 +924,8 @@ def plot_dynamics(groups, model, path):
     groups = {task: models[model] for task, models in groups.items() if model in models}
     length = next(iter(next(iter(groups.values())).values()))[0]["settings"]["train_length"]
     ylabel = "largest gradient norm\nsince the last point", f"accuracy at length {length}"
-    with figure(path, f"{model}: training, a line a seed", [*groups, *[""] * len(groups)], len(groups), 2.2, "epoch", ylabel,
-                sharex=True, sharey="row") as axes:  # fmt: skip
+    with figure(path, f"{model}: training, a line a seed", [*groups, *[""] * len(groups)], len(groups), 2.2,
+                "epoch", ylabel, sharex=True, sharey="row") as axes:  # fmt: skip
         for upper, lower, runs in zip(axes, axes[len(groups) :], groups.values()):
             for j, (seed, events) in enumerate(runs.items()):
                 train = [e for e in events if e["event"] == "train"]
@@ -951,8 +961,7 @@ SHAPE_OPTIONS = ("D", "L", "H", "N", "d", "heads", "mlp", "width")
 
 
 def epoch_losses(events):
-    """PAM section III, of a run in epochs: {epoch: (losses at its end, the best loss before that)}, in nats, each a list of one
-    or, if there is no such evaluation, of none."""
+    """{epoch: ([loss at its end], [best loss before that])} of a run in epochs, in nats; a list may be empty."""
     found = {}
     for e in events:
         if e["event"] == "val" and e.get("epoch"):
@@ -966,7 +975,7 @@ def late_losses(events):
     its end and the best one before that. `events` is the log of a run in epochs. Raises InputError if it has none."""
     found = epoch_losses(events)
     if not found:
-        raise InputError("the run was not trained in epochs (--epochs, or a size of PAM's sweep): it has no late evaluations")
+        raise InputError("no late evaluations: the run was not trained in epochs (--epochs, or a size of PAM's sweep)")
     return [loss for epoch, (end, best) in found.items() if epoch > max(found) - 3 for loss in best + end]
 
 
@@ -977,8 +986,7 @@ def late_metric(values):
 
 
 def epochs_table(logs):
-    """Markdown table: validation loss in nats per token and perplexity at the end of each epoch, the best evaluation
-    within it, and the paper's late metric of each run."""
+    """Markdown: loss in nats a token and perplexity by epoch, and the paper's late metric of each run."""
     rows = []
     for label, events in zip(run_labels(logs), logs):
         found, run = epoch_losses(events), [label, *map(events[0]["settings"].get, ("size", "seeds"))]
@@ -995,8 +1003,8 @@ def epochs_table(logs):
 
 
 def power_law(sizes, values):
-    """log10 y = a + b log10 N by least squares, unweighted (PAM section III does not say). Returns a, b and their 2 x 2 covariance,
-    from the scatter of the points about the line (nan for two points, which say nothing of it)."""
+    """log10 y = a + b log10 N by least squares, unweighted (PAM section III does not say). Returns a, b and their 2 x 2
+    covariance, from the scatter of the points about the line (nan for two points, which say nothing of it)."""
     x, y = np.log10(np.asarray(sizes, float)), np.log10(np.asarray(values, float))
     if len(np.unique(x)) < 2:
         raise InputError("a power law needs at least two sizes")
@@ -1006,8 +1014,8 @@ def power_law(sizes, values):
 
 
 def crossing(first, second, freedom):
-    """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if they may as well be parallel:
-    if 0 lies in the 95 % interval of the difference of their slopes. freedom: degrees of freedom of both, points minus 4."""
+    """(N, y, standard error of log10 N) at which two power laws (a, b, covariance) meet; None if 0 lies in the 95 %
+    interval of the difference of their slopes. freedom: degrees of freedom of both, points minus 4."""
     (a, b, covariance), (c, d, other) = first, second
     apart = freedom > 0 and abs(b - d) > t95(freedom) * math.sqrt(covariance[1, 1] + other[1, 1])  # nan: of two points
     if not apart or abs(c - a) > 100 * abs(b - d):  # all but parallel
@@ -1036,9 +1044,9 @@ def sweep_name(events):
 
 
 def scaling_table(logs, tokens):
-    """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the paper's:
-    all of it if `tokens` are its own, "gpt2", else what does not depend on them, slopes of the loss and their crossing.
-    Returns (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
+    """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the
+    paper's: all of it if `tokens` are its own, "gpt2", else the slopes of the loss and their crossing. Returns
+    (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
     runs, by_size = {}, {}  # {model: [run]}, {size: {model: {seed: run}}}; run: parameters, late metrics
     for events in logs:
         (name, size), seed, late = sweep_name(events), events[0]["settings"]["seeds"], late_losses(events)
@@ -1061,10 +1069,15 @@ def scaling_table(logs, tokens):
             if paper and (first, name) == ("pam", "sam"):
                 cells[2] = f"{paper['crossing'][0]:.2g}" + f" ({paper['crossing'][1]})" * own
             rows.append([quantity, name, len(sizes), len({*sizes}), slope_text(law), paper.get(name, "-"), *cells])
-    for size, models in sorted(by_size.items(), key=lambda item: max(run["N"] for of in item[1].values() for run in of.values())):
+
+    def largest(size):
+        return max(run["N"] for seeds in by_size[size].values() for run in seeds.values())
+
+    for size, models in ((size, by_size[size]) for size in sorted(by_size, key=largest)):
         for name, seeds in models.items():
             theirs = models.get(first, {}) if name != first else {}
-            both = [(theirs[seed]["perplexity"][0], run["perplexity"][0]) for seed, run in seeds.items() if seed in theirs]
+            shared = [seed for seed in seeds if seed in theirs]
+            both = [(theirs[seed]["perplexity"][0], seeds[seed]["perplexity"][0]) for seed in shared]
             compared = ratio(both) + of_seeds(len(both), len(seeds)) if both else "-"
             loss = with_range([run["loss"][0] for run in seeds.values()], 3)
             printed = PAPER_LOSSES.get(size, {}).get(name, "-") if own else "-"
@@ -1075,15 +1088,17 @@ def scaling_table(logs, tokens):
                     f"perplexity of {first} / its own", "the paper's"]  # fmt: skip
     head = ["quantity", "model", "runs", "sizes", "slope +- standard error", "the paper's slope",
             f"crosses {first} at N (y)", "log10 N +- standard error", "the paper's"]  # fmt: skip
-    note = "Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there is no crossing."
+    note = ("Fits of log10 y = a + b log10 N to all finished runs. "
+            "Where the slopes cannot be told apart (95 %), there is no crossing.")  # fmt: skip
     return "\n\n".join([markdown(head_of_ends, ends), markdown(head, rows, note=note)]), fits
 
 
 def plot_scaling(fits, tokens, path):
-    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing unless it is far away, into the
-    PNG `path`; hollow markers are the paper's ends of the sweep, of its `tokens`."""
-    with figure(path, "Late-epoch loss and perplexity by parameters, a point a run", ("", ""), height=3, xlabel="parameters",
-                ylabel=("validation loss, nats", "validation perplexity"), sharex=True) as axes:  # fmt: skip
+    """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing unless it is far away;
+    hollow markers are the paper's ends of the sweep, of its `tokens`."""
+    with figure(path, "Late-epoch loss and perplexity by parameters, a point a run", ("", ""), height=3,
+                xlabel="parameters", ylabel=("validation loss, nats", "validation perplexity"),
+                sharex=True) as axes:  # fmt: skip
         for ax, (quantity, models) in zip(axes, fits.items()):
             names, paper = list(models), PAPER_FITS[quantity] if tokens == "gpt2" or quantity == "loss" else {}
             met = meeting(models, *names[:2]) if len(names) > 1 else None
@@ -1092,7 +1107,8 @@ def plot_scaling(fits, tokens, path):
             for name, (sizes, values, sigmas, law) in models.items():
                 colour, marker = style(name)["color"], "^*os"[names.index(name) % 4]
                 bars = [y * s * math.log(10) for y, s in zip(values, sigmas)]
-                label = f"{name}, {quantity}: slope {slope_text(law)}" + f" (the paper's {paper.get(name)})" * (name in paper)
+                label = f"{name}, {quantity}: slope {slope_text(law)}"
+                label += f" (the paper's {paper[name]})" if name in paper else ""
                 ax.errorbar(sizes, values, bars, fmt=marker, color=colour, capsize=2, label=label)
                 ends = [min(*sizes, *shown), max(*sizes, *shown)]
                 ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
@@ -1103,7 +1119,8 @@ def plot_scaling(fits, tokens, path):
                         ax.plot(at, theirs, marker, color=colour, mfc="none", ms=9)
             if shown:
                 theirs = f" (the paper's {paper['crossing'][0]:.2g})" if paper and names[:2] == ["pam", "sam"] else ""
-                label = f"{quantity}: {names[1]} crosses {names[0]} at 10^({math.log10(met[0]):.2f} +- {met[2]:.2f}){theirs}"
+                place = f"10^({math.log10(met[0]):.2f} +- {met[2]:.2f})"
+                label = f"{quantity}: {names[1]} crosses {names[0]} at {place}{theirs}"
                 ax.axvline(met[0], ls=":", color="grey", label=label)
             ax.set(xscale="log", yscale="log")
             ax.yaxis.set_major_formatter("{x:g}")

@@ -4454,10 +4454,11 @@ def write_events(folder, model, total, events, **settings):
     """The log of a run whose header says that it has `total` parameters."""
     folder = Path(folder)
     folder.mkdir()
-    protocol = {"model": model, "seeds": "1", "size": "tiny", "batch": 2, "seq": 5, "lr": 0.01, "min_lr": 0.001, "warmup": 0.75,
-                "schedule": "cosine", "dtype": "float32", "eval_seqs": 4, "eval_every": 20, "out": str(folder)}  # fmt: skip
-    header = {"event": "header", "step": 0, "settings": protocol | settings, "params": {"total": total},
-              "config": {"D": total, "L": 2}, "data": {"name": "text", "size": 1000, "sha256": "0" * 64}}  # fmt: skip
+    protocol = {"model": model, "seeds": "1", "size": "tiny", "batch": 2, "seq": 5, "lr": 0.01, "min_lr": 0.001,
+                "warmup": 0.75, "schedule": "cosine", "dtype": "float32", "eval_seqs": 4, "eval_every": 20}  # fmt: skip
+    header = {"event": "header", "step": 0, "settings": protocol | {"out": str(folder)} | settings,
+              "params": {"total": total}, "config": {"D": total, "L": 2},
+              "data": {"name": "text", "size": 1000, "sha256": "0" * 64}}  # fmt: skip
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (header, *events)))
 
 
@@ -4468,7 +4469,7 @@ def write_log(folder, model, bpc, final=None, layers=(0.5, 0.2), total=10, **set
         events.append({"event": "val", "split": "val", "step": 20 * i, "val_loss": x * math.log(2)})
         events.append({"event": "train", "step": 20 * i, "loss": x * math.log(2) + 0.1, "tok_s": 100.0 + i})
         events.append({"event": "grad", "step": 20 * i, "layers": list(layers)})
-    events.append({"event": "eval", "split": "val", "step": 20, "val_loss": 0.1})  # of a whole split: no point of the curve
+    events.append({"event": "eval", "split": "val", "step": 20, "val_loss": 0.1})  # of a whole split: not of the curve
     if final != 0:
         end = {"val_loss": (final or bpc[-1]) * math.log(2), "step": 20 * (len(bpc) - 1)}
         events.append({"event": "final", "split": "val", **end})
@@ -4504,19 +4505,21 @@ def test_report_reads_logs(program):
     write_log("c", "mamba", [8, 3, 2.5, 2.3], seeds="2")
     write_log("d", "hmamba", [8, 3, 2.5, 2.1], seeds="2")
     edit_log("b", lambda lines: [*lines, '{"event": "val", "st'])  # cut short
-    edit_log("d", lambda lines: [re.sub(r'"tok_s": 10[01]\.0', '"tok_s": -1e6', line) for line in lines])  # the clock was set back
+    # Of a clock that was set back:
+    edit_log("d", lambda lines: [re.sub(r'"tok_s": 10[01]\.0', '"tok_s": -1e6', line) for line in lines])
     code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "--out", "figures")
     assert (code, err) == (0, "note: of b/log.jsonl these lines cannot be read and are left out: 16\n")
     rows = [
         "| hmamba | 10 | D=10, L=2 | 0.01 to 0.001 | 2 |",
-        # steps to 4.0, 3.5, 3.0, 2.5, 2.2 bpc: seed 1 of mamba needs 33, 40, 50, 60 and more than the 60 that it was given
+        # steps to 4.0, 3.5, 3.0, 2.5, 2.2 bpc: seed 1 of mamba needs 33, 40, 50, 60 and more than the 60 it had
         "| hmamba | 16 (16-16) | 18 (18-18) | 20 (20-20) | 40 (40-40) *75-79* | 55 (55-55) |",
         "| mamba | 25 (16-33) | 29 (18-40) | 35 (20-50) | 50 (40-60) *237-252* | not reached |",
         # of seeds 1 and 2: sqrt(2.5 * 1), sqrt(1.5 * 1), and times exp(12.706 ln(2.5) / 2), exp(12.706 ln(1.5) / 2)
         "| 1.58 [0.005, 533.437] | 1.22 [0.093, 16.097] *about 3* | - |",
         "| mamba / hmamba | 1.44 [0.014, 152.",
-        # mean and interval of the differences of two seeds, 0.85 and 0.05, 0.4 and 0.2, 0.5 and 0.2, 3.4 / 3 and 0.2 / 3
-        "| mamba - hmamba | +0.450 +- 5.082 *0.321 and 0.368* | +0.300 +- 1.271 *0.315 to 0.396* | +0.350 +- 1.906 | +0.600 +- 6.777 |",
+        # mean and interval of the differences of two seeds, 0.85 and 0.05, 0.4 and 0.2, 0.5 and 0.2, 3.4/3 and 0.2/3
+        "| mamba - hmamba | +0.450 +- 5.082 *0.321 and 0.368* | +0.300 +- 1.271 *0.315 to 0.396* "
+        "| +0.350 +- 1.906 | +0.600 +- 6.777 |",
         "| mamba | 2.400 (2.300-2.500) | 2.450 (2.300-2.600) |",
         # cost of 2.5 bpc: 40 steps of 10 tokens, at the medians of 100 ... 103 and of 102, 103
         "| hmamba | 0.00 (0.00-0.00) | 102 (102-102) | 0.1 (0.1-0.1) |",
@@ -4576,8 +4579,8 @@ def test_report_keeps_what_differs_apart(program):
 
 def test_report_references():
     """Whom a model is compared with."""
-    labels = ["hmamba", "mamba:init=xavier", "hmamba:scan=clamped", "htransformer:score=softmax", "transformer", "pam:D=8", "sam:D=8",
-              "csp, rate 1", "csp, rate 2"]  # fmt: skip
+    labels = ["hmamba", "mamba:init=xavier", "hmamba:scan=clamped", "htransformer:score=softmax", "transformer",
+              "pam:D=8", "sam:D=8", "csp, rate 1", "csp, rate 2"]  # fmt: skip
     expected = [None, "hmamba", "hmamba", "hmamba", labels[3], "hmamba", "pam:D=8", "hmamba", "csp, rate 1"]
     assert [report.reference(label, labels) for label in labels] == expected
     assert report.reference("sam, rate 1", ["pam, rate 1", "sam, rate 1"]) == "pam, rate 1"
@@ -4594,10 +4597,8 @@ def test_report_of_unfinished_runs(program):
     code, out, _ = program(report, "a", "b", "half", "slow", "--out", "figures")
     assert code == 0
     assert "| 40 (24-57) | 44 (28-60) | not finished *237-252* | not finished |" in out
-    assert (
-        "| mamba - hmamba | +0.950, 1 of 2 seeds *0.321 and 0.368* | +0.800, 1 of 2 seeds *0.315 to 0.396* | +0.800, 1 of 2 seeds "
-        "| +1.267, 1 of 2 seeds |" in out
-    )
+    gaps = "+0.950{0} *0.321 and 0.368* | +0.800{0} *0.315 to 0.396* | +0.800{0} | +1.267{0}".format(", 1 of 2 seeds")
+    assert f"| mamba - hmamba | {gaps} |" in out
     assert "| 24 | 28 | - | - | - | - |" in out
     Path("begun.jsonl").write_text(Path("half/log.jsonl").read_text().splitlines()[0] + "\n")
     code, out, _ = program(report, "a", "b", "begun.jsonl", "--out", "figures")
@@ -4635,9 +4636,11 @@ def test_report_sets_the_papers_numbers_beside_its_own_comparison_alone(program,
 
 def test_gap_figure_cuts_nothing_off(program, drawn):
     """The first steps, where the papers see the gap open, are inside the axes, and all families have one scale."""
-    for model, bpc in (("hmamba", [8, 3, 2.5, 2.1]), ("mamba", [8, 5.5, 2.6, 2.2]), ("htransformer", [8, 3, 2, 2]), ("transformer", [8, 2, 2, 2])):
-        write_log(model, model, bpc)
-    assert program(report, "hmamba", "mamba", "htransformer", "transformer", "--out", "figures")[0] == 0
+    models = "hmamba", "mamba", "htransformer", "transformer"
+    curves = [3, 2.5, 2.1], [5.5, 2.6, 2.2], [3, 2, 2], [2, 2, 2]
+    for model, bpc in zip(models, curves):
+        write_log(model, model, [8, *bpc])
+    assert program(report, *models, "--out", "figures")[0] == 0
     states, attention = drawn["gap.png"]
     assert states.get_ylim() == attention.get_ylim()
     low, high = states.get_ylim()
@@ -4663,8 +4666,7 @@ def test_a_model_looks_the_same_in_every_figure(program, drawn):
 
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])
 def test_report_in_a_hostile_environment(backend, tmp_path):
-    """Started from a notebook, with a rank, with paths under ~ that no shell has expanded: figures are drawn, errors are
-    printed, and PyTorch is not needed."""
+    """From a notebook, with a rank, with paths under ~: figures are drawn, errors are printed, without PyTorch."""
     write_log(tmp_path / "a", "hmamba", [8, 3, 2.5])
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\nsavefig.format: pdf\n")
     env = ENV | {"MPLBACKEND": backend, "RANK": "1", "WORLD_SIZE": "2", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -4694,21 +4696,22 @@ def test_report_refuses_runs_that_do_not_belong_together(program):
     write_log("twice", "hmamba", [8, 3], micro=1)
     write_log("end", "hmamba", [8, 3], seeds="2", min_lr=0.0)
     write_log("config", "hmamba", [8, 3], seeds="2", total=11)
-    Path("both.jsonl").write_text(Path("a/log.jsonl").read_text() + Path("twice/log.jsonl").read_text())
+    Path("both").write_text(Path("a/log.jsonl").read_text() + Path("twice/log.jsonl").read_text())
     os.mkdir("logs")
     shutil.copy("a/log.jsonl", "logs/a.jsonl")
     for argv, message in (
         (["a", "twice"], "two runs of hmamba with seed 1: name one of them"),
         (["a", "end"], "the runs of hmamba end at different rates (min_lr 0.0, 0.001): name those of one"),
         (["a", "config"], "the runs of hmamba have different configurations: name those of one"),
-        (["both.jsonl"], "both.jsonl holds the logs of several runs, one behind the other: put them into files of their own"),
+        (["both"], "both holds the logs of several runs, one behind the other: put them into files of their own"),
         (["logs"], "logs is a folder of logs: name logs/*.jsonl"),
         (["nowhere"], "cannot read the log nowhere: [Errno 2] No such file or directory: 'nowhere'"),
     ):
         assert program(report, *argv) == (2, "", f"error: {message}\n")
 
 
-LEFT_OUT, NO_HEADER, DAMAGED = "these lines cannot be read and are left out: ", "its first line is no header", "is a damaged log"
+LEFT_OUT = "these lines cannot be read and are left out: "
+NO_HEADER, DAMAGED = "its first line is no header", "is a damaged log"
 
 
 @pytest.mark.parametrize(
@@ -4773,7 +4776,8 @@ def test_pam_protocol(program, monkeypatch):
 def test_training_in_epochs(program):
     """PAM and SAM in epochs: evaluations at and between their ends, generated texts, tables, resume bit for bit."""
     flags = ["--model", "pam:D=8:L=1:H=1:d=4,sam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--size", "5m", "--epochs", 3,
-             "--seq", 64, "--eval_seqs", 8, "--sample_every", 50, "--lr", 1e-2, "--warmup", 10, "--batch", 32]  # fmt: skip
+             "--seq", 64, "--eval_seqs", 8, "--sample_every", 50, "--lr", 0.01, "--warmup", 10,
+             "--batch", 32]  # fmt: skip
     code, out, err = program(train, *flags, "--out", "both")
     assert (code, err) == (0, "")
     assert "| late, n = 6 |" in out
@@ -4802,10 +4806,10 @@ def test_training_in_epochs(program):
 
 def write_epochs(folder, model, total, late, **settings):
     """A log with three epochs whose ends and best evaluations before are `late`."""
-    points = [(0.0, 9.0)]
+    points, val = [(0.0, 9.0)], {"event": "val", "split": "val"}
     for i in range(3):
         points += [(i + 0.5, late[2 * i]), (i + 0.75, late[2 * i] + 0.5), (i + 1.0, late[2 * i + 1])]
-    events = [{"event": "val", "step": int(100 * at), "epoch": at, "split": "val", "val_loss": loss} for at, loss in points]
+    events = [val | {"step": int(100 * at), "epoch": at, "val_loss": loss} for at, loss in points]
     events.append({"event": "final", "split": "val", "step": 300, "val_loss": late[-1]})
     write_events(folder, model, total, events, **{"size": "5m", "steps": 300, "epochs": 3} | settings)
     return report.read_log(folder)
@@ -4883,8 +4887,8 @@ def sweep(tmp_path, name, exponent, totals=(10**5, 10**6), factor=12, **settings
 
 def test_scaling_beside_the_papers(tmp_path, drawn):
     """Fits, late losses and the figure; the paper's numbers of its tokens, and of others only what holds for them."""
-    pair = ("pam:D={}", -0.15, 12), ("sam:D={}", -0.12, 8)
-    logs = [x for name, exponent, factor in pair for x in sweep(tmp_path, name, exponent, (10**5, 10**6, 10**7), factor, tokens="gpt2")]
+    made = partial(sweep, tmp_path, totals=(10**5, 10**6, 10**7), tokens="gpt2")
+    logs = made("pam:D={}", -0.15, factor=12) + made("sam:D={}", -0.12, factor=8)
     for events in logs[0], logs[3]:
         events[0]["settings"]["model"] = events[0]["settings"]["model"][:3]  # at the paper's own size
     text, figures = report.training_report(logs)
@@ -4922,8 +4926,8 @@ def test_scaling_figure_has_no_crossing_that_the_points_do_not_show(noise, shown
 
 
 def test_scaling_fits_runs_of_one_kind(tmp_path):
-    """One law for each protocol and each model that is more than a shape, whatever the sizes' names and the order of options; none
-    through several rates of one model, none for a model of one size or runs that are not finished."""
+    """One law for each protocol and each model that is more than a shape, whatever the sizes' names and the order of
+    options; none through several rates of one model, none for a model of one size or runs that are not finished."""
     made, slopes = partial(sweep, tmp_path), [-0.15, -0.1, -0.12]
 
     def laws(logs):
@@ -4945,9 +4949,9 @@ def test_scaling_fits_runs_of_one_kind(tmp_path):
     assert [row[:3] for row in laws(by_size)[0]] == [("pam", 2, 2)]
     text = laws(pam + made("pam:D={}", -0.3, dtype="bfloat16"))[1]
     assert "### Scaling, dtype float32\n" in text and "### Scaling, dtype bfloat16\n" in text
-    for settings in ({"dtype": "bfloat16"}, {"tokens": "gpt2"}, {"schedule": "constant"}, {"epochs": 4}, {"eval_seqs": 9}):
-        found, _ = laws(pam + made("pam:D={}", -0.3, **settings))
-        assert [row[3] for row in found] == pytest.approx([*slopes, -0.3], abs=1e-3), settings
+    for other in {"dtype": "bfloat16", "tokens": "gpt2", "schedule": "constant", "epochs": 4, "eval_seqs": 9}.items():
+        found, _ = laws(pam + made("pam:D={}", -0.3, **dict([other])))
+        assert [row[3] for row in found] == pytest.approx([*slopes, -0.3], abs=1e-3), other
     seeds = [x for seed, exponent in (("1", -0.15), ("2", -0.14)) for name in ("pam:D={}:H=2", "sam:H=2:D={}")
              for x in made(name, exponent, seeds=seed)]  # fmt: skip
     _, text = laws(seeds + made("sam:H=2:D={}", -0.15, seeds="3"))  # of which PAM has none
@@ -4962,13 +4966,12 @@ def test_scaling_fits_runs_of_one_kind(tmp_path):
 
 
 def test_effective_rank():
-    assert diagnose.effective_rank(torch.eye(8)).item() == pytest.approx(8)
-    assert diagnose.effective_rank(torch.outer(torch.ones(5), torch.ones(5))).item() == pytest.approx(1, abs=1e-4)
+    two, unequal = torch.diag(torch.tensor([1.0, 1.0, 0.0])) * 1j, torch.diag(torch.tensor([2.0, 1.0]))
+    of_unequal = 3 / 4 ** (1 / 3)  # exp of the entropy of 2/3 and 1/3
+    for S, rank in ((torch.eye(8), 8), (two, 2), (unequal, of_unequal)):
+        assert diagnose.effective_rank(S).item() == pytest.approx(rank)
+    assert diagnose.effective_rank(torch.ones(5, 5)).item() == pytest.approx(1, abs=1e-4)
     assert diagnose.effective_rank(torch.zeros(2, 4, 4)).tolist() == [0, 0]
-    two = torch.diag(torch.tensor([1.0, 1.0, 0.0])).to(torch.complex64) * 1j
-    assert diagnose.effective_rank(two).item() == pytest.approx(2)
-    unequal = diagnose.effective_rank(torch.diag(torch.tensor([2.0, 1.0])))  # exp of the entropy of 2/3 and 1/3
-    assert unequal.item() == pytest.approx(3 / 4 ** (1 / 3))
 
 
 @pytest.mark.parametrize("name", ["pam", "sam", "pam:order=sequential"])
@@ -4996,8 +4999,8 @@ def test_ranks_table():
 
 
 def test_repetition():
-    """3-grams of abcabcd: abc bca cab abc bcd, one of the five occurred before. In pieces of the length that gives the paper's
-    three numbers: a longer text is cut, a shorter one taken whole."""
+    """3-grams of abcabcd: abc bca cab abc bcd, one of the five occurred before. In pieces of the length that gives the
+    paper's three numbers: a longer text is cut, a shorter one taken whole."""
     found = diagnose.repetition(list("abcabcd"))
     assert found == {"3-gram": pytest.approx(0.2), "4-gram": 0.0, "unique": pytest.approx(4 / 7)}
     assert diagnose.repetition([1] * 10) == {"3-gram": 1 - 1 / 8, "4-gram": 1 - 1 / 7, "unique": 0.1}
@@ -5006,8 +5009,9 @@ def test_repetition():
     assert [round(x, 3) for x in (3 / (n - 2), 1 / (n - 3), 64 / n)] == list(diagnose.PAPER_REPETITION.values())
     found = diagnose.repetitions([[*range(n), *range(n), 0], [7] * 10], list)
     assert (found["unique"], found["3-gram"]) == ([1, 1, 0.1], [0, 0, 1 - 1 / 8])
-    events = [{"event": e, "step": i, "text": t} for e, i, t in (("generated", 10, "x x x x"), ("generated", 90, "a b c d"),
-                                                                 ("generated", 100, "a a c d"), ("sample", 100, "a a a a"))]  # fmt: skip
+    texts = (10, "x x x x"), (90, "a b c d"), (100, "a a c d")
+    events = [{"event": "generated", "step": step, "text": text} for step, text in texts]
+    events.append({"event": "sample", "step": 100, "text": "a a a a"})
     rows = diagnose.repetition_rows(events, torch.tensor([[97, 32, 98, 32, 97]]), str.split, lambda t: bytes([t]))
     assert rows[0] == ["validation text", 1, "0.000", "0.000", "0.667"]
     assert rows[1][:2] == [diagnose.SAMPLING["generated"], 2]  # the earlier one is not of the last tenth
@@ -5028,7 +5032,7 @@ def test_coherence_of_word_pairs_and_its_control():
     synonyms, chance = groups["synonyms"], (math.pi / 4 / 64) ** 0.5  # of two complex normal vectors of 64
     assert synonyms["coherence"].tolist() == pytest.approx([1] * 40)
     assert synonyms["phase"].tolist() == pytest.approx([0.3] * 40)
-    for control in (synonyms["untrained"], groups["random"]["coherence"].mean(), groups["antonyms"]["coherence"].mean()):
+    for control in (synonyms["untrained"], *(groups[name]["coherence"].mean() for name in ("random", "antonyms"))):
         assert control == pytest.approx(chance, rel=0.5)
     assert (groups["random"]["n"], len(synonyms["shuffled"])) == (40, diagnose.REPAIRINGS)
     assert np.mean(synonyms["shuffled"]) == pytest.approx(chance + 1 / 40, rel=0.2)  # one in 40 meets its own partner
@@ -5065,7 +5069,7 @@ def test_wordnet_pairs(tmp_path):
     assert len(synonyms) == 45 + 2
     assert {("a", "j"), ("hot", "warm"), ("cold", "ice cold")} <= synonyms
     path = tmp_path / "data.adv"
-    for damage, message in (("not WordNet\n", "is not a data file of WordNet: 'not WordNet'"), (None, "cannot read WordNet's")):
+    for damage, message in (("not it\n", "is not a data file of WordNet: 'not it'"), (None, "cannot read WordNet's")):
         path.write_text(damage) if damage else path.unlink()
         with pytest.raises(data.InputError, match=message) as error:
             diagnose.wordnet_pairs(tmp_path)
@@ -5073,7 +5077,7 @@ def test_wordnet_pairs(tmp_path):
 
 
 def test_diagnostics_of_runs(merges, program, tmp_path):
-    """One command, from checkpoints: tables with the paper's numbers, figures; WordNet's words that are tokens of the text."""
+    """From checkpoints: tables with the paper's numbers, figures; WordNet's words that are tokens of the text."""
     flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--lr", 1e-2, "--eval_seqs", 2, "--sample_every", 2]
     for tokens in ("bytes", "gpt2"):
         run = ["--tokens", tokens, "--steps", 2, "--out", f"pam-{tokens}"]
@@ -5082,7 +5086,8 @@ def test_diagnostics_of_runs(merges, program, tmp_path):
     (tmp_path / "sam-gpt2").mkdir()
     shutil.copy("pam-gpt2/log.jsonl", "sam-gpt2")
     twin = make("sam:D=8:L=1:H=1:d=4", V=265)
-    sample.save_checkpoint(tmp_path / "sam-gpt2/last.pt", meta | {"spec": "sam", "config": dataclasses.asdict(twin.config)}, twin, None, 2, {})
+    meta |= {"spec": "sam", "config": dataclasses.asdict(twin.config)}
+    sample.save_checkpoint(tmp_path / "sam-gpt2/last.pt", meta, twin, None, 2, {})
     meta = sample.read_checkpoint("pam-bytes")["meta"]  # what training began with is its own control
     sample.save_checkpoint(tmp_path / "pam-bytes/best.pt", meta, make("pam:D=8:L=1:H=1:d=4", seed=1), None, 2, {})
 
@@ -5151,7 +5156,9 @@ def test_faults_of_diagnostics(merges, program, tmp_path):
     assert (code, "text.txt is not the data of" in err) == (2, True)
 
 
-@pytest.mark.parametrize("spec", ["hmamba", "pam", "pam:order=sequential", "htransformer", "htransformer:score=softmax"])
+@pytest.mark.parametrize(
+    "spec", ["hmamba", "pam", "pam:order=sequential", "htransformer", "htransformer:score=softmax"]
+)
 def test_phases_are_those_of_the_state(spec):
     """What `step` holds after each token, whatever the length: (layers, heads, numbers, tokens)."""
     small = {"N": 3, "H": 2, "D": 8, "L": 2} if not spec.startswith("pam") else {"d": 3, "H": 2, "D": 8, "L": 2}
@@ -5173,7 +5180,7 @@ def test_phases_are_those_of_the_state(spec):
 
 
 def test_phases_over_a_text(program, drawn, tmp_path):
-    """A picture a run, with the characters beside it; whitespace and what is no character are shown; dollars are no formula."""
+    """A picture a run, with the characters beside it; whitespace and no characters are shown; $ is no formula."""
     meta = {"size": "tiny", "settings": {}, "data": {}, "time_s": 0.0}
     for spec in ("hmamba:D=8:L=5:H=5:N=2", "mamba:D=8:L=1"):
         model = make(spec)
