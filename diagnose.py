@@ -268,7 +268,8 @@ def plot_coherence(groups, path):
             ax.plot(g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=f"C{i}")
             ax.axhline(g["coherence"].mean(), ls="--", lw=1.2, color="black", label="mean")
             ax.axhline(statistics.fmean(g["shuffled"]), ls=":", lw=1.2, color="black", label="mean of shuffled pairs")
-            ax.set(xlim=(-math.pi, math.pi), ylim=(0, None))
+            ax.set_xlim(-math.pi, math.pi)
+        ax.set_ylim(0, None)  # of all panels, when all are drawn
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -916,7 +916,8 @@ def plot_seeds(groups, path):
             for marker, label in (("o", "ours"), ("x", "the paper's")):
                 ax.plot([], [], marker, color="0.3", label=label)
             ax.set_xticks(range(len(models)), models, rotation=40, ha="right")
-            ax.set(xlim=(-0.5, len(models) - 0.5), ylim=(None, 1.03))
+            ax.set_xlim(-0.5, len(models) - 0.5)
+        ax.set_ylim(None, 1.03)  # of all panels, when all are drawn
 
 
 def plot_dynamics(groups, model, path):

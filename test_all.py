@@ -4648,6 +4648,17 @@ def test_gap_figure_cuts_nothing_off(program, drawn):
     assert list(states.lines[0].get_ydata()) == pytest.approx([0, 2.5, 0.1, 0.1])
 
 
+def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
+    tasks_of, pairs_of = {}, {}
+    for name, y in (("first", 0.5), ("second", 0.9), ("third", 0.2)):
+        tasks_of[name] = {"rnn": {1: [{"event": "eval", "length": 32, "acc": y}]}}
+        pairs_of[name] = {"n": 2, "phase": torch.zeros(2), "coherence": torch.full((2,), y), "shuffled": [0.1]}
+    report.plot_seeds(tasks_of, tmp_path / "seeds.png")
+    diagnose.plot_coherence(pairs_of, tmp_path / "coherence.png")
+    for low, high in (ax.get_ylim() for axes in drawn.values() for ax in axes):
+        assert low < 0.2 and high > 0.9
+
+
 def test_a_model_looks_the_same_in_every_figure(program, drawn):
     """By its name and options alone: no two models of a folder of results are alike, and real ones are dashed."""
     for folder in sorted({path.parent for path in ROOT.glob("results/*/*.jsonl")}):
