@@ -30,6 +30,7 @@ import random
 import re
 import shlex
 import shutil
+import socket
 import stat
 import sys
 import sysconfig
@@ -657,6 +658,35 @@ def try_lock(file):
 
         file.seek(1 << 30)  # far behind what the file says, which others may read
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+
+@contextmanager
+def hold(folder):
+    """A run folder for this process alone, until the block or the process ends. Its file `lock` says whose it is.
+
+    Raises InputError, and touches nothing, if another process holds the folder. A file system without locks is noted."""
+    path = Path(folder, "lock")
+    with explain(f"write {path}"):
+        f = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed below
+    with f:
+        try:
+            try_lock(f)
+            if not os.path.samestat(os.fstat(f.fileno()), path.stat()):
+                raise BlockingIOError  # the one before ended this moment, and took the file with it
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            f.seek(0)
+            holder = f.read().strip() or "another process"
+            raise InputError(f"{folder} is in use by {holder}: wait until that ends, or name another folder") from None
+        except OSError as e:
+            note(f"note: {folder} cannot be locked ({e.strerror}): start no second run in it")
+        f.truncate(0)
+        f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        f.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows does not remove a file that is open
+                path.unlink()
 
 
 @contextmanager

@@ -12,12 +12,10 @@ import math
 import os
 import pickletools
 import re
-import socket
 import sys
 import time
 import unicodedata
 import zipfile
-from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +25,7 @@ import torch
 import hmamba
 import htransformer
 import pam
-from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, note, replace_file, try_lock
+from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, replace_file
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
@@ -96,35 +94,6 @@ def pick_device(name):
     if not there.get(device.type):
         raise InputError(f"no {name} device is available to PyTorch here; use --device cpu (or auto)")
     return device
-
-
-@contextmanager
-def hold(folder):
-    """A run folder for this process alone, until the block or the process ends. Its file `lock` says whose it is.
-
-    Raises InputError, and touches nothing, if another process holds the folder. A file system without locks is noted."""
-    path = Path(folder, "lock")
-    with explain(f"write {path}"):
-        f = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed below
-    with f:
-        try:
-            try_lock(f)
-            if not os.path.samestat(os.fstat(f.fileno()), path.stat()):
-                raise BlockingIOError  # the one before ended this moment, and took the file with it
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            f.seek(0)
-            holder = f.read().strip() or "another process"
-            raise InputError(f"{folder} is in use by {holder}: wait until that ends, or name another folder") from None
-        except OSError as e:
-            note(f"note: {folder} cannot be locked ({e.strerror}): start no second run in it")
-        f.truncate(0)
-        f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        f.flush()
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # Windows does not remove a file that is open
-                path.unlink()
 
 
 def save_checkpoint(path, meta, model, optimizer, step, best, keep=None):

@@ -432,7 +432,7 @@ def main():
     groups = [[Settings(spec, task, seed, *protocol) for seed in seeds] for task, spec in jobs]
     with data.explain(f"write into {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    with sample.hold(out):
+    with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
         for group in filter(None, missing):
             together = len(group) if group[0].model.split(":")[0] in csp.MODELS else 1

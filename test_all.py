@@ -3774,11 +3774,11 @@ def test_one_writer_a_run_folder(program, straight, monkeypatch):
     assert_same_run(straight, "cut")
     child = os.fork()
     if not child:
-        with sample.hold("cut"):
+        with data.hold("cut"):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert f"process {child} " in Path("cut/lock").read_text()
-    with sample.hold("cut"):
+    with data.hold("cut"):
         assert f"process {os.getpid()} " in Path("cut/lock").read_text()
         before = content("cut")
         code, out, _ = program(train, "--resume", "cut", "--eval_only")
@@ -3795,7 +3795,7 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(data.fcntl, "flock", no_locks)
-    with sample.hold(tmp_path):
+    with data.hold(tmp_path):
         assert "cannot be locked (Function not implemented): start no second run in it" in capsys.readouterr().err
 
 
@@ -5941,7 +5941,7 @@ def test_extras_end_no_task(program, short_tasks, monkeypatch):
 
 def test_one_command_at_a_time_works_in_a_folder(program, short_tasks, no_figures):
     assert program(tasks, *QUICK)[0] == 0
-    with sample.hold(Path("here")):
+    with data.hold(Path("here")):
         before = {p: p.is_file() and p.read_bytes() for p in Path("here").rglob("*")}
         code, out, err = program(tasks, *QUICK, "--seeds", 7)
         assert (code, out) == (2, "") and f"here is in use by process {os.getpid()}" in err and err.count("\n") == 1

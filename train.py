@@ -526,7 +526,7 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
         if rank == 0:
             with extra("log of this result"):  # said before an evaluation that may take hours
                 open(path.with_name("log.jsonl"), "rb+").close()
-                stack.enter_context(sample.hold(path.parent))
+                stack.enter_context(data.hold(path.parent))
                 log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
         loss, n_tokens = evaluate(sample.build(checkpoint).to(device), corpus, s.split, s, device)
         print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
@@ -564,7 +564,7 @@ def begin_folder(folder, explicit, stack):
         with data.explain(f"make the run folder {unique}"), contextlib.suppress(FileExistsError):
             unique.mkdir(parents=True, exist_ok=explicit)
             break
-    stack.enter_context(sample.hold(unique))
+    stack.enter_context(data.hold(unique))
     if holds_run(unique):
         raise InputError(f"{unique} was begun by another process meanwhile: start this one again")
     (unique / "log.jsonl").unlink(missing_ok=True)  # of a start that a kill ended before its first checkpoint
@@ -599,7 +599,7 @@ def find_run(given, stack):
         nonlocal checkpoint
         folder = path.parent if path.is_file() else path
         if not evaluates and [*folder.glob("log.jsonl"), *folder.glob("*.pt")]:
-            stack.enter_context(sample.hold(folder))
+            stack.enter_context(data.hold(folder))
         if not begins or holds_run(path):
             checkpoint = sample.read_checkpoint(path, ("best.pt",) * evaluates + ("last.pt", "prev.pt"))
             return checkpoint["path"]
