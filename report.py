@@ -210,7 +210,7 @@ def style(label):
 def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="", colours=128, **shared):
     """Yields a list of axes, one for each title in `panels`, that become the PNG `path` when the block ends, over one
     legend of all that has a label. Drawn by Agg in matplotlib's own style, whatever MPLBACKEND and matplotlibrc say.
-    height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple; colours: kept, 0: all."""
+    height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple; colours: kept."""
     backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
     try:
         with needs("matplotlib"):
@@ -241,8 +241,7 @@ def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="
         with explain(f"write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             fig.savefig(path, format="png")
-            if colours:  # a third of the bytes
-                Image.open(path).convert("RGB").quantize(colours).save(path, optimize=True)
+            Image.open(path).convert("RGB").quantize(colours).save(path, optimize=True)  # a third of the bytes
 
 
 def mean_curve(curves):

@@ -4642,6 +4642,8 @@ def test_gap_figure_cuts_nothing_off(program, drawn):
         write_log(model, model, [8, *bpc])
     assert program(report, *models, "--out", "figures")[0] == 0
     states, attention = drawn["gap.png"]
+    labels = [(ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) for ax in (states, attention)]
+    assert labels == [("state space", "", "gap, bpc"), ("attention", "optimization step", "gap, bpc")]
     assert states.get_ylim() == attention.get_ylim()
     low, high = states.get_ylim()
     assert low < -1 and high > 2.5 and states.get_xlim()[0] <= 0
@@ -4840,6 +4842,8 @@ def test_late_metric(tmp_path):
     with pytest.raises(data.InputError, match="not trained in epochs"):
         report.late_losses([{"event": "val", "val_loss": 1.0}])
     assert "| pam | 5m | 1 | 3 | 2.6000 | 2.8000 | 13.46 |" in report.epochs_table([events])
+    lost = [e for e in events if e.get("epoch") != 1]  # the evaluation at the end of the first epoch
+    assert "| pam | 5m | 1 | 1 | nan | 5.0000 | nan |" in report.epochs_table([lost])
     high = write_epochs(tmp_path / "high", "pam", 10**6, [9.9, 9.8] * 3)  # and 10.4 before the end of each epoch
     assert "| 9.8000 | 9.9000 |" in report.epochs_table([high])
 
