@@ -1104,6 +1104,11 @@ def test_triton_reads_views_where_they_lie(small_tiles, monkeypatch):
 
     assert errors(last, (u, dt, A, B_, state.transpose(1, 2)), backend="triton") < bound(9, 2)
 
+    def apart(*x, backend):  # pairs that do not follow one another
+        return kernels.born_attention(*(y[..., ::2, :] for y in x), backend=backend)[:1]
+
+    assert errors(apart, born_inputs(1, 1, T, 2 * N), backend="triton", floor=1.0) < bound(T, 4)
+
 
 @needs_triton
 @pytest.mark.parametrize("method", ["quadratic", "linear"])
