@@ -2,8 +2,8 @@
 
 Paper: "State Propagation Also Satisfies: A Complex-Valued State-Space Model for Deterministic State Tracking" (CSP).
 
-A CSP block turns its input by a phase that accumulates over the sequence, feeds it to a leaky recurrence, adds a skip and
-projects every complex coordinate onto the unit circle. Two models share that block. Section 2.4.2 calls them equal; they
+A CSP block turns its input by a phase that accumulates over the sequence, feeds it to a leaky recurrence, adds a skip
+and projects every complex coordinate onto the unit circle. Two models share it. Section 2.4.2 calls them equal; they
 differ in what the recurrence carries on, in what Delta is computed from, and in A_shift (see `scan`).
 
     csp-vanilla   the block's own normalised output (Algorithm 1)             a non-linear recurrence
@@ -18,8 +18,8 @@ Glossary   S seeds   B batch   T time   d complex width   H heads   E d_inner   
     alpha  (S, B, T, 1)     decay exp(-Delta), eq. 14    h      (S, B, T, 2d)  state before the non-linearity, eq. 17
     g      ()               skip gate
 
-Every tensor begins with an axis of seeds: `stack_seeds` trains several initialisations at once, each as if it were alone,
-but for rounding.
+Every tensor begins with an axis of seeds: `stack_seeds` trains several initialisations at once, each as if alone, but
+for rounding.
 
 Parameters for two classes, ours and the paper's: csp 4,779 (4,779), rnn 2,770 (2,770), complex-rnn 10,578 (10,323),
 signed-mamba 17,106 (18,742), decoder 39,890 (41,235). The paper does not give the last three layouts: theirs, with the
@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from kernels import complex_scan
 
@@ -63,7 +64,7 @@ class Config:
 
 
 def at_least_float32(x):
-    """Gates, angles, states and maps are computed so, whatever the weights' dtype, and under autocast; float64 stays."""
+    """Gates, angles, states and maps are computed so, whatever the weights' dtype; float64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -80,11 +81,12 @@ class Linear(nn.Module):
     def forward(self, x):
         flat, weight = x.flatten(1, -2), at_least_float32(self.weight)
         y = flat @ weight if self.bias is None else torch.baddbmm(at_least_float32(self.bias), flat, weight)
-        return at_least_float32(y).view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], -1)
 
 
 class Embedding(nn.Module):
-    """idx (S, B, T), symbols below V -> (S, B, T, width). Raises ValueError if B or T is 0, for all six models."""
+    """idx (S, B, T), symbols below V -> (S, B, T, width). Raises ValueError if B or T is 0, for all six models, and
+    IndexError for other symbols, on a CPU; on CUDA they end the program."""
 
     def __init__(self, V, width):
         super().__init__()
@@ -95,6 +97,7 @@ class Embedding(nn.Module):
             raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (S, B, T) with at least one of each")
         S, V, _ = self.weight.shape
         rows = idx + V * torch.arange(S, device=idx.device).view(S, 1, 1)
+        rows = rows.masked_fill((idx < 0) | (idx >= V), -1)  # not a row of another seed
         return at_least_float32(F.embedding(rows, self.weight.flatten(0, 1)))
 
 
@@ -112,8 +115,17 @@ class Head(nn.Module):
         return self.out(self.hidden(x).relu())
 
 
+class Model(nn.Module):
+    """idx (S, B, T) -> scores (S, B, T, classes). `states` maps the embedding (S, B, T, width) to the head's input.
+    Autocast has no effect: with maps in bfloat16 the gradients of CSP would be off by half and more."""
+
+    def forward(self, idx, generators=None):
+        with torch.autocast(idx.device.type, enabled=False):
+            return self.head(self.states(self.embedding(idx)), generators)
+
+
 def stack_seeds(model_class, config, seeds):
-    """One model that holds an independent initialisation for each of `seeds`. Inputs and outputs begin with that axis."""
+    """One model that holds an initialisation for each of `seeds`. Inputs and outputs begin with that axis."""
     models = []
     for seed in seeds:
         with torch.random.fork_rng(devices=[]):
@@ -153,7 +165,7 @@ def atan2(y, x):
 
 
 def rotate(z, theta):
-    """e^{i theta} z on planes z (..., 2, d); theta broadcasts against (..., 1, d).                              (eq. 11)"""
+    """e^{i theta} z on planes z (..., 2, d); theta broadcasts against (..., 1, d).                      (eq. 11)"""
     cos, sin = theta.cos(), theta.sin()
     re, im = z.split(1, dim=-2)
     return torch.cat((cos * re - sin * im, sin * re + cos * im), -2)
@@ -196,8 +208,8 @@ def scan(delta, c, method):
 
 
 class NormalisedScan(torch.autograd.Function):
-    """o_t = n_t(skip_t + prev o_{t-1} + SiLU(h_t)) with h_t = alpha_t o_{t-1} + c_t and o_0 = 0, where n_t divides by the
-    modulus, a constant to the backward pass. Algorithm 1, lines 15-17. Autograd through the loop gives the same, slower.
+    """o_t = n_t(skip_t + prev o_{t-1} + SiLU(h_t)) with h_t = alpha_t o_{t-1} + c_t and o_0 = 0. n_t divides by the
+    modulus, a constant to the backward pass. Algorithm 1, lines 15-17. Autograd through the loop is equal, but slower.
 
     Args: alpha (T, S, B, 1, 1); c, skip (T, S, B, 2, d); prev (S, 1, 1, 1) or None. Returns: o (T, S, B, 2, d).
     """
@@ -217,6 +229,7 @@ class NormalisedScan(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         alpha, h, o, modulus, prev = ctx.saved_tensors
         sigma = h.sigmoid()
@@ -241,9 +254,9 @@ class CSPBlock(nn.Module):
     2d x 2 without bias, W_delta and W_gamma 2d x 1, one skip gate (eq. 2 has one per dimension): 1,187 at d=16, which
     fit the paper's count.
 
-    W_theta starts at PyTorch's default and not at zero (appendix E.1): atan2 has gradient zero at the origin, so a zero
-    start would never leave it. gate_init, section 4.2: that section calls the gradient strongest near a peak of the sine,
-    but it is cos(eta) / 2, zero at a peak. `peak` starts there all the same, `slope` where the gradient is strongest.
+    W_theta starts at PyTorch's default and not at zero (appendix E.1), where atan2 has gradient zero. Of gate_init
+    section 4.2 calls the gradient strongest near a peak of the sine, but it is cos(eta) / 2, zero there. `peak` starts
+    there all the same, `slope` where it is strongest.
     """
 
     def __init__(self, config):
@@ -287,21 +300,18 @@ class CSPBlock(nn.Module):
         return NormalisedScan.apply(alpha, c, (g * z).movedim(2, 0).contiguous(), None).movedim(0, 2)
 
 
-class CSPVanilla(nn.Module):
+class CSPVanilla(Model):
     Config = CSPConfig
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.V, 2 * config.d)
-        self.blocks = nn.ModuleList([CSPBlock(config) for _ in range(config.layers)])
+        self.blocks = nn.Sequential(*[CSPBlock(config) for _ in range(config.layers)])
         self.head = Head(2 * config.d, config.classes)
 
-    def forward(self, idx, generators=None):
-        z = self.embedding(idx).unflatten(-1, (2, -1))  # (S, B, T, 2, d)
-        for block in self.blocks:
-            z = block(z)
-        return self.head(z.flatten(3), generators)
+    def states(self, x):
+        return self.blocks(x.unflatten(-1, (2, -1))).flatten(3)  # between blocks (S, B, T, 2, d)
 
 
 @dataclass
@@ -323,7 +333,7 @@ class RNNConfig(Config):
     hidden: int = 32  # real units, or complex ones
 
 
-class RNN(nn.Module):
+class RNN(Model):
     """h_t = tanh(W x_t + U h_{t-1}). One layer: 2,770 parameters leave no room for the three of section 3.1."""
 
     Config = RNNConfig
@@ -334,19 +344,18 @@ class RNN(nn.Module):
         self.W, self.U = Linear(EMBED, config.hidden), Linear(config.hidden, config.hidden)
         self.head = Head(config.hidden, config.classes)
 
-    def forward(self, idx, generators=None):
-        x = self.W(self.embedding(idx)) + self.U.bias.unsqueeze(1)
+    def states(self, x):
+        x = self.W(x) + self.U.bias.unsqueeze(1)
         U, h, states = at_least_float32(self.U.weight), torch.zeros_like(x[:, :, 0]), []
         for x_t in x.unbind(2):
-            h = at_least_float32(torch.baddbmm(x_t, h, U)).tanh()
+            h = torch.baddbmm(x_t, h, U).tanh()
             states.append(h)
-        return self.head(torch.stack(states, 2), generators)
+        return torch.stack(states, 2)
 
 
-class ComplexRNN(nn.Module):
+class ComplexRNN(Model):
     """h_t = (1 - u_t) e^{i phi_t} h_{t-1} + u_t tanh(W x_t + U h_{t-1}) with phi_t = W_phi x_t and
-    u_t = sigmoid(W_u x_t + U_u h_{t-1}) per channel. Section 3.1 gives no equation, only "per-channel rotation and gated
-    nonlinear state update"."""
+    u_t = sigmoid(W_u x_t + U_u h_{t-1}). Section 3.1 has "per-channel rotation and gated nonlinear state update"."""
 
     Config = RNNConfig
 
@@ -359,8 +368,7 @@ class ComplexRNN(nn.Module):
         self.W_u, self.U_u = Linear(EMBED, d), Linear(2 * d, d, bias=False)
         self.head = Head(2 * d, config.classes)
 
-    def forward(self, idx, generators=None):
-        x = self.embedding(idx)
+    def states(self, x):
         d = self.W_phi.weight.shape[-1]
         phi = self.W_phi(x)  # (S, B, T, d)
         cos, sin = phi.cos(), phi.sin()
@@ -368,12 +376,12 @@ class ComplexRNN(nn.Module):
         U = at_least_float32(torch.cat((self.U.weight, self.U_u.weight), -1))
         h, states = x.new_zeros(*x.shape[:2], 2 * d), []
         for input_t, cos_t, sin_t in zip(inputs.unbind(2), cos.unbind(2), sin.unbind(2)):
-            candidate, u = at_least_float32(torch.baddbmm(input_t, h, U)).split((2 * d, d), -1)
+            candidate, u = torch.baddbmm(input_t, h, U).split((2 * d, d), -1)
             re, im = h.split(d, -1)
             turned = torch.cat((cos_t * re - sin_t * im, sin_t * re + cos_t * im), -1)
             h = torch.lerp(turned, candidate.tanh(), u.sigmoid().repeat(1, 1, 2))
             states.append(h)
-        return self.head(torch.stack(states, 2), generators)
+        return torch.stack(states, 2)
 
 
 @dataclass
@@ -382,7 +390,7 @@ class SignedMambaConfig(Config):
     E: int = 32
     N: int = 16
     dt_rank: int = 4
-    transition: str = choice("fixed", "input")  # tanh(dt A), each state's sign its own | tanh(W_a x), the input's choice
+    transition: str = choice("fixed", "input")  # tanh(dt A), a sign for each state | tanh(W_a x), the input's choice
 
 
 class SignedScan(torch.autograd.Function):
@@ -409,6 +417,7 @@ class SignedScan(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         r, A, x, B, C, h = ctx.saved_tensors
         d_r, d_x, d_B, d_C = (torch.empty_like(v) for v in (r, x, B, C))
@@ -468,21 +477,18 @@ class SignedMambaBlock(nn.Module):
         return x + self.out_proj((y + self.D * u) * F.silu(gate))
 
 
-class SignedMamba(nn.Module):
+class SignedMamba(Model):
     Config = SignedMambaConfig
 
     def __init__(self, config):
         super().__init__()
         self.embedding, self.widen = Embedding(config.V, EMBED), Linear(EMBED, WIDTH)
-        self.blocks = nn.ModuleList([SignedMambaBlock(config) for _ in range(config.layers)])
+        self.blocks = nn.Sequential(*[SignedMambaBlock(config) for _ in range(config.layers)])
         self.norm = nn.Parameter(torch.ones(1, 1, 1, WIDTH))
         self.head = Head(WIDTH, config.classes)
 
-    def forward(self, idx, generators=None):
-        x = self.widen(self.embedding(idx))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(F.rms_norm(x, (WIDTH,)) * self.norm, generators)
+    def states(self, x):
+        return F.rms_norm(self.blocks(self.widen(x)), (WIDTH,)) * self.norm
 
 
 @dataclass
@@ -521,7 +527,7 @@ class DecoderBlock(nn.Module):
         return x + self.down(self.up(self.norm2(x)).relu())
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """Pre-norm, with sinusoidal positions (arXiv 1706.03762, section 3.5): they exist for any length."""
 
     Config = DecoderConfig
@@ -529,26 +535,16 @@ class Decoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.embedding, self.widen = Embedding(config.V, EMBED), Linear(EMBED, WIDTH)
-        self.blocks = nn.ModuleList([DecoderBlock(config) for _ in range(config.layers)])
+        self.blocks = nn.Sequential(*[DecoderBlock(config) for _ in range(config.layers)])
         self.norm = LayerNorm()
         self.head = Head(WIDTH, config.classes)
 
-    def forward(self, idx, generators=None):
-        x = self.widen(self.embedding(idx))
+    def states(self, x):
+        x = self.widen(x)
         frequency = 10000 ** (-torch.arange(0, WIDTH, 2, device=x.device, dtype=x.dtype) / WIDTH)
-        angle = torch.arange(idx.shape[2], device=x.device).unsqueeze(1) * frequency
-        x = x + torch.cat((angle.sin(), angle.cos()), -1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x), generators)
+        angle = torch.arange(x.shape[2], device=x.device).unsqueeze(1) * frequency
+        return self.norm(self.blocks(x + torch.cat((angle.sin(), angle.cos()), -1)))
 
 
 MODELS = {"csp-vanilla": CSPVanilla, "csp-fast": CSPFast, "rnn": RNN, "complex-rnn": ComplexRNN,
           "signed-mamba": SignedMamba, "decoder": Decoder}  # fmt: skip
-
-
-if __name__ == "__main__":
-    for name, model_class in MODELS.items():
-        model = stack_seeds(model_class, model_class.Config(), seeds=[1, 2])
-        logits = model(torch.randint(2, (2, 4, 16)))
-        print(f"{name:12} {sum(p[0].numel() for p in model.parameters()):6,} parameters, logits {tuple(logits.shape)}")

@@ -5528,7 +5528,8 @@ def signed_loop(r, A, x, B, C):
 @pytest.mark.parametrize("T", [1, 9])
 @pytest.mark.parametrize("spec", ["csp-vanilla", "csp-vanilla:skip=prev", "signed-mamba", "signed-mamba:transition=input"])
 def test_scans_with_a_backward_of_their_own(spec, T, monkeypatch):
-    """Scores and gradients are those of autograd through the loop that the docstring of the scan writes."""
+    """Scores and gradients are those of autograd through the loop that the docstring of the scan writes. Second derivatives,
+    which the backward does not have, are an error and not zero."""
     model, idx = tasks.build(spec, "mod3", [7, 8]).double(), torch.arange(6 * T).view(2, 3, T) % 5 % 3
 
     def run():
@@ -5536,6 +5537,9 @@ def test_scans_with_a_backward_of_their_own(spec, T, monkeypatch):
         return out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()), allow_unused=T == 1)
 
     found = run()
+    (first, *_) = torch.autograd.grad(model(idx).sin().sum(), model.embedding.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.square().sum().backward()
     monkeypatch.setattr(csp.NormalisedScan, "apply", normalised_loop)
     monkeypatch.setattr(csp.SignedScan, "apply", signed_loop)
     for a, b in zip(found, run()):
@@ -5609,7 +5613,7 @@ TASK_SPECS = ["csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel
 @pytest.mark.parametrize("spec", TASK_SPECS)
 def test_task_models_are_causal_and_keep_seeds_apart(spec):
     """A later symbol changes no earlier score, and one seed's weights no other seed's scores. All parameters get gradients.
-    No symbols are an error."""
+    No symbols are an error, and so are other symbols, which are no rows of another seed's embedding."""
     model, alone = (tasks.build(spec, "mod3", seeds).double() for seeds in ([7, 8], [8]))
     idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
     out, later = model(idx), idx.clone()
@@ -5623,12 +5627,17 @@ def test_task_models_are_causal_and_keep_seeds_apart(spec):
     for B, T in ((0, 3), (3, 0)):
         with pytest.raises(ValueError, match=rf"idx has shape \(2, {B}, {T}\); expected \(S, B, T\)"):
             model(idx[:, :B, :T])
+    for seed, symbol in ((1, -1), (0, 3)):
+        later[seed, 0, 4] = symbol
+        with pytest.raises(IndexError):
+            model(later)
+        later[seed, 0, 4] = 0
 
 
 @pytest.mark.parametrize("spec", TASK_SPECS)
 def test_task_models_compute_in_at_least_float32(spec, monkeypatch):
     """With weights of half precision scores are those of the same weights in float64, far within a rounding of bfloat16
-    (4e-3); so they are with the reference as backend. Under autocast only maps round."""
+    (4e-3); so they are with the reference as backend. Autocast changes neither scores nor gradients."""
     idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
     for dtype, backend in ((torch.float16, ""), (torch.bfloat16, ""), (torch.float32, "reference")):
         monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
@@ -5636,13 +5645,11 @@ def test_task_models_compute_in_at_least_float32(spec, monkeypatch):
         found, exact = model(idx), copy.deepcopy(model).double()(idx)
         assert found.dtype == torch.float32
         assert (found - exact).norm() < 1e-4 * exact.norm()
-        found.square().mean().backward()
-        assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
-    states = []
-    model.head.register_forward_pre_hook(lambda head, args: states.append(args[0].dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = model(idx)
-    assert rounded.dtype == states[0] == torch.float32 and rounded.isfinite().all()
+        with torch.autocast("cpu", torch.bfloat16):
+            again = model(idx)
+        assert torch.equal(again, found)
+        found, again = (torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (found, again))
+        assert all(g.dtype == dtype and g.isfinite().all() and torch.equal(g, h) for g, h in zip(found, again))
 
 
 def test_rotation_projection_is_alive():
