@@ -113,11 +113,12 @@ class CausalConv1d(nn.Conv1d):
         super().__init__(E, E, K, groups=E)
 
     def forward(self, u, tail):
-        """u (B, T, E), tail (B, K-1, E): the inputs before it. Returns the output (B, T, E) and the next tail."""
+        """u (B, T, E), tail (B, K-1, E): the inputs before it. Returns the output (B, T, E) and the next tail,
+        a copy: a view would keep all of u alive."""
         u = torch.cat((tail.to(u.dtype), u), 1)
         # As a 2-D convolution the channels stay the fastest axis: half the time of conv1d on a CPU.
         y = F.conv2d(u.transpose(1, 2).unsqueeze(2), self.weight.unsqueeze(2), self.bias, groups=self.groups)
-        return y.squeeze(2).transpose(1, 2), u[:, u.shape[1] - tail.shape[1] :].to(tail.dtype)
+        return y.squeeze(2).transpose(1, 2), u[:, u.shape[1] - tail.shape[1] :].to(tail.dtype, copy=True)
 
 
 class HMambaBlock(nn.Module):
@@ -272,9 +273,23 @@ def _init_dt_bias(bias):
 # Models
 
 
-def check_tokens(idx):
+def check_inputs(idx, targets, state, start):
+    """ValueError unless idx and targets are tokens (B, T), and the state is of B sequences and as init_state makes it."""
     if idx.dim() != 2 or 0 in idx.shape:
         raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
+    for name, x in (("idx", idx), ("targets", targets)):
+        if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
+    if state is not None and not fits(state, start, len(idx)):
+        raise ValueError(f"this is no state of this model for {len(idx)} sequences; take that of init_state or of a call")
+
+
+def fits(state, start, B):
+    """Whether a state has the structure of `start`, and its shapes but for the batch, which is B."""
+    if isinstance(start, torch.Tensor):
+        return isinstance(state, torch.Tensor) and state.shape == (B, *start.shape[1:])
+    same_length = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return same_length and all(fits(part, like, B) for part, like in zip(state, start))
 
 
 class Readout(nn.Module):
@@ -324,6 +339,8 @@ class HMamba(nn.Module):
         self.layers = nn.ModuleList(self.Block(config) for _ in range(config.L))
         self.norm_f = nn.RMSNorm(config.D, eps=1e-5)
         self.readout = Readout(config)
+        with torch.no_grad():
+            self.start = self.init_state(0)  # for its structure and shapes
 
     @property
     def NO_DECAY(self):
@@ -336,12 +353,12 @@ class HMamba(nn.Module):
 
     def forward(self, idx, targets=None, state=None):
         """
-        Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
+        Args: idx (B, T) int64 or int32; targets likewise or None; state from init_state or an earlier call, or None.
         Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
             but None after a training step: targets and no state given.
-        Raises: ValueError if idx is empty.
+        Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
-        check_tokens(idx)
+        check_inputs(idx, targets, state, self.start)
         keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         x, new_state = self.embedding(idx), []
@@ -353,7 +370,7 @@ class HMamba(nn.Module):
             if keep_state:
                 new_state.append(layer_state)
         logits = self.readout(self.norm_f(x), self.embedding.weight)
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
         return logits, loss, new_state if keep_state else None
 
     def step(self, idx_t, state):

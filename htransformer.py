@@ -108,24 +108,28 @@ class CausalConv1d(nn.Conv1d):
         super().__init__(E, E, K, groups=E)
 
     def forward(self, u, tail):
-        """u (B, T, E), tail (B, K-1, E): the inputs before it. Returns the output (B, T, E) and the next tail."""
+        """u (B, T, E), tail (B, K-1, E): the inputs before it. Returns the output (B, T, E) and the next tail,
+        a copy: a view would keep all of u alive."""
         u = torch.cat((tail.to(u.dtype), u), 1)
         # As a 2-D convolution the channels stay the fastest axis: half the time of conv1d on a CPU.
         y = F.conv2d(u.transpose(1, 2).unsqueeze(2), self.weight.unsqueeze(2), self.bias, groups=self.groups)
-        return y.squeeze(2).transpose(1, 2), u[:, u.shape[1] - tail.shape[1] :].to(tail.dtype)
+        return y.squeeze(2).transpose(1, 2), u[:, u.shape[1] - tail.shape[1] :].to(tail.dtype, copy=True)
 
 
 def angles(position, T, omega):
     """The angles t omega of the positions t = position, ..., position + T - 1, in radians up to whole turns.
 
-    Args: omega (..., N), radians a position. Returns: (..., T, N), with the gradient t d omega.
+    Args: omega (..., N), radians a position. Returns: (..., T, N), with the gradient t d omega. Over queries and keys of one
+    call it cancels but for differences of t: at 1e6 float32 leaves two digits of dL/domega. Keys of a state are turned
+    already: where that is detached, the derivative itself grows with t.
     """
     t = torch.arange(position, position + T, device=omega.device).unsqueeze(-1)  # (T, 1)
     omega = omega.unsqueeze(-2)
     if omega.dtype == torch.float64:
         return t * omega
     # At t = 1e7 a float32 product t omega has no digits left for the angle. So t = 256 n + m, and the turn up to 256 n is an
-    # integer in units of 2^-38 radians, reduced modulo 2 pi. That is exact for |omega| from 2^-14 to 2^17 and t below 2^28.
+    # integer in units of 2^-38 radians, reduced modulo 2 pi. What is lost is the rounding of 2 pi to that unit, once a turn:
+    # at most 2^-41 t |omega| radians, 1e-5 at t = 1e7 and omega = 1; and digits of omega below the unit, if |omega| < 2^-14.
     n, m = t // 256, t % 256
     angle = m * omega
     if position + T > 256:
@@ -144,10 +148,14 @@ def rotate(x, angle):
 
 def softmax_attention(q, k, v, cache):
     """Causal softmax attention of real q, k, v (B, H, T, width) with the (k, v) before them, or None. Returns the output
-    and the grown cache: a state that is as long as the past."""
+    and the grown cache: a state that is as long as the past, and no view of more unless a gradient needs that."""
     if cache is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True), (k, v)
-    k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y, (k, v) if y.requires_grad else (k.clone(), v.clone())
+    places = k.shape[:2], k.shape[3:]
+    if len(cache) != 2 or any(x is None or (x.shape[:2], x.shape[3:]) != places for x in cache):
+        raise ValueError(f"keys and values of the state do not go with keys (B, heads, T, width) of {tuple(k.shape)}")
+    k, v = torch.cat((cache[0].to(k.dtype), k), 2), torch.cat((cache[1].to(v.dtype), v), 2)
     T, S = q.shape[2], k.shape[2]
     mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask), (k, v)
@@ -258,9 +266,25 @@ class TransformerBlock(nn.Module):
 # Models
 
 
-def check_tokens(idx):
+def check_inputs(idx, targets, state, start):
+    """ValueError unless idx and targets are tokens (B, T), and the state is of B sequences and as init_state makes it."""
     if idx.dim() != 2 or 0 in idx.shape:
         raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
+    for name, x in (("idx", idx), ("targets", targets)):
+        if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
+    if state is not None and not fits(state, start, len(idx)):
+        raise ValueError(f"this is no state of this model for {len(idx)} sequences; take that of init_state or of a call")
+
+
+def fits(state, start, B):
+    """Whether a state has the structure of `start`, and its shapes but for the batch, which is B; None: or a tuple."""
+    if isinstance(start, torch.Tensor):
+        return isinstance(state, torch.Tensor) and state.shape == (B, *start.shape[1:])
+    if start is None or isinstance(start, int):
+        return isinstance(state, int if start is not None else (tuple, type(None)))
+    same_length = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return same_length and all(fits(part, like, B) for part, like in zip(state, start))
 
 
 class HTransformer(nn.Module):
@@ -282,6 +306,8 @@ class HTransformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         self.layers = nn.ModuleList(self.Block(config) for _ in range(config.L))
         self.norm_f = nn.RMSNorm(config.D, eps=1e-5)
+        with torch.no_grad():
+            self.start = self.init_state(0)  # for its structure and shapes
 
     def init_state(self, batch_size):
         """The state before the first token, one tuple a layer."""
@@ -289,12 +315,12 @@ class HTransformer(nn.Module):
 
     def forward(self, idx, targets=None, state=None):
         """
-        Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
+        Args: idx (B, T) int64 or int32; targets likewise or None; state from init_state or an earlier call, or None.
         Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
             but None after a training step: targets and no state given. It would hold the keys and values of all layers.
-        Raises: ValueError if idx is empty.
+        Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
-        check_tokens(idx)
+        check_inputs(idx, targets, state, self.start)
         keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         x, new_state = self.embedding(idx), []
@@ -306,7 +332,7 @@ class HTransformer(nn.Module):
             if keep_state:
                 new_state.append(layer_state)
         logits = wide(F.linear(self.norm_f(x), self.embedding.weight))
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
         return logits, loss, new_state if keep_state else None
 
     def step(self, idx_t, state):

@@ -32,8 +32,9 @@ The same inputs give the same bits. One exception: on CUDA the torch paths of Bo
 refuses there. The Triton kernels do not.
 
 The core of each torch and Triton path is one custom operator for torch.compile, autocast, activation checkpointing and DDP.
-Its gradients are reverse mode, once. Forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are refused by it
-and need backend="reference". The references, "dual", "step" and "clamped" are plain PyTorch.
+Its gradients are those of backward() and torch.autograd.grad, once. It refuses forward mode (torch.autograd.forward_ad), double
+backward and the derivatives of torch.func (grad, vjp, jvp; vmap is allowed). They need backend="reference", and softmax
+attention sdpa_kernel(MATH) beside it. The references, "dual", "step" and "clamped" are plain PyTorch.
 
 backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64, else
             "torch". "triton", "torch" and "reference" (float64 inside, in the same dtypes outside) force one; so does the
@@ -106,6 +107,8 @@ def _check(shapes, *tensors, **sizes):
             continue
         name, axes = entry.split(": ")
         axes = axes.split()
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}; expected a tensor")
         if not x.is_floating_point():
             pairs = f"real pairs: torch.view_as_real({name})" if x.is_complex() else "a float dtype"
             raise ValueError(f"{name} is {x.dtype}; expected {pairs}")
@@ -117,7 +120,7 @@ def _check(shapes, *tensors, **sizes):
                 fits = fits and n == size and (n > 0 or axis not in "TNd")
         if not fits:
             given = ", ".join(f"{axis} = {n}" for axis, n in sizes.items() if n and axis in axes)
-            least = " and ".join(axis for axis in axes if axis in "TNd")
+            least = " and ".join(axis for axis in dict.fromkeys(axes) if axis in "TNd")
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; expected ({', '.join(axes)})"
                 f"{f' with {given}' if given else ''}{f', {least} > 0' if least else ''}"
@@ -177,6 +180,7 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     pair, tensors = "" if theta is None else " 2", (b, theta, log_decay, h0)
     B, T, C = _check(f"b: B T C{pair}; theta: B T C; log_decay: B T C|1; h0: B C{pair}", *tensors)
     if method == "clamped":
+        _expect_one_of("backend", backend, None, *BACKENDS)
         if theta is None:
             raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
         return complex_scan_clamped(log_decay, theta, b, h0)
@@ -357,8 +361,9 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
 
 
 def _check_born_state(state, k):
-    if len(state) != 3:
-        raise ValueError(f"state has {len(state)} parts; expected (S, k, v) from an earlier call")
+    if len(state) != 3 or state[1] is None or state[2] is None:
+        given = sum(x is not None for x in state)
+        raise ValueError(f"state has {given} parts; expected (S or None, k, v) from an earlier call")
     B, H, _, N, _ = k.shape
     shapes = "k of the state: B H n N 2; v of the state: B H n N 2; S of the state: B H N^2 2N+1"
     _check(shapes, state[1], state[2], state[0], B=B, H=H, N=N, **{"N^2": N * N, "2N+1": 2 * N + 1})
@@ -488,23 +493,29 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
         return *(grad if given else None for grad, given in zip(found, ctx.given)), *(None for _ in ctx.rest)
 
     operator.register_autograd(vjp, setup_context=setup)
+    gradient.register_autograd(_refuse)
 
     def call(*inputs):
-        if forward_ad._current_level >= 0:  # else nothing has a tangent
-            _refuse_tangents(inputs)
+        if torch.compiler.is_compiling():
+            if forward_ad._current_level >= 0:  # what is traced shows no tangent; and the graph would drop it
+                _refuse()
+        elif torch._C._are_functorch_transforms_active():
+            if any(str(x.key()) != "TransformType.Vmap" for x in torch._C._functorch.get_interpreter_stack()):
+                _refuse()
+        elif forward_ad._current_level >= 0:  # else nothing has a tangent
+            if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs if isinstance(x, Tensor)):
+                _refuse()
         return operator(*inputs)
 
     return call
 
 
-def _refuse_tangents(inputs):
-    """The operators have no forward-mode derivative; without this it would be zero."""
-    functional = torch._C._are_functorch_transforms_active()  # torch.func.jvp, where tangents are hidden in layers
-    if functional or any(forward_ad.unpack_dual(x).tangent is not None for x in inputs if isinstance(x, Tensor)):
-        raise NotImplementedError(
-            "forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) do not pass through this operator; "
-            "take backend='reference', or set NANOHILBERT_BACKEND=reference"
-        )
+def _refuse(*_):
+    """Without this a forward-mode derivative would be zero, and the others end in errors of PyTorch's internals."""
+    raise NotImplementedError(
+        "this operator has gradients by backward(), once: no torch.func.grad, vjp or jvp, forward_ad or double backward; "
+        "take backend='reference', or set NANOHILBERT_BACKEND=reference"
+    )
 
 
 def _empty_like(*tensors):
@@ -542,7 +553,7 @@ def complex_scan_clamped(log_decay, theta, b, h0=None):
         P_inverse = _polar((-ell).exp(), -angle)
         chunks.append(_complex_mul(P, x.unsqueeze(1) + _complex_mul(b_chunk, P_inverse).cumsum(1)))  # line 3, QS eq. 4
         x = chunks[-1][:, -1]
-    return torch.cat(chunks, 1), x
+    return torch.cat(chunks, 1), x.clone()  # a view would keep its chunk alive
 
 
 def _polar(modulus, angle):

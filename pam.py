@@ -229,28 +229,29 @@ class Memory(nn.Module):
         return wide(self.dt_proj.weight).new_zeros(batch_size, self.H, self.d, self.d, *pair), 0
 
     def gates(self, x):
-        """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and p, (B, T, H) each, at least float32."""
+        """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and 1 - p, (B, T, H) each, at least float32."""
         flat, size = (x, x.abs()) if self.real else (torch.cat(x.unbind(-1), -1), modulus(x))
         with torch.autocast(x.device.type, enabled=False):  # small maps, in float32 for the reason of ComplexLinear
             dt = F.softplus(wide(self.dt_proj(flat.to(self.dt_proj.weight.dtype))))
-            p = wide(self.protect_proj(size.to(self.protect_proj.weight.dtype))).sigmoid()
+            # sigmoid(-x) is 1 - sigmoid(x) with all its digits: at a logit of 17 a float32 p is 1.
+            one_minus_p = (-wide(self.protect_proj(size.to(self.protect_proj.weight.dtype)))).sigmoid()
         # eq. 5: gamma = e^-dt (1 - p) + p = 1 - (1 - p)(1 - e^-dt), whose log keeps its digits near gamma = 1. Below
         # gamma = 1e-7, where float32 has no digits of 1 - gamma, it stays there: no log of 0.
-        closing = (1 - p) * torch.expm1(-dt)
-        return torch.log1p(closing.clamp(min=-1 + 2**-23)), p
+        closing = one_minus_p * torch.expm1(-dt)
+        return torch.log1p(closing.clamp(min=-1 + 2**-23)), one_minus_p
 
     def forward(self, x, state):
         """x (B, T, D, 2), or (B, T, D) if real -> the same, and the state after it."""
         S, position = state
         pair = () if self.real else (2,)
-        log_gamma, p = self.gates(x)
+        log_gamma, one_minus_p = self.gates(x)
         qkv = wide(self.qkv_proj(x)).unflatten(2, (3, self.H, self.d))  # (B, T, 3, H, d, 2)
         q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, d, 2)
         if self.unit:
             q, k = q / modulus(q).unsqueeze(-1), k / modulus(k).unsqueeze(-1)
         if self.rotary:
             q, k = (rope(y.unflatten(-1, (-1, 2)) if self.real else y, position).view(y.shape) for y in (q, k))
-        v = v * (1 - p).transpose(1, 2).view(*v.shape[:3], 1, *(1 for _ in pair))  # eq. 5: V' = V (1 - p)
+        v = v * one_minus_p.transpose(1, 2).view(*v.shape[:3], 1, *(1 for _ in pair))  # eq. 5: V' = V (1 - p)
         y, S = phase_memory(q / self.d**0.5, k, v, log_gamma.transpose(1, 2), S, self.real)  # eqs. 6-7
         y = y.transpose(1, 2).flatten(2, 3)  # (B, T, H*d, 2)
         return self.out_proj(y.to(x.dtype)), (S, position + x.shape[1])
@@ -294,9 +295,25 @@ class _RealNorm(nn.RMSNorm):
 # Models
 
 
-def check_tokens(idx):
+def check_inputs(idx, targets, state, start):
+    """ValueError unless idx and targets are tokens (B, T), and the state is of B sequences and as init_state makes it."""
     if idx.dim() != 2 or 0 in idx.shape:
         raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
+    for name, x in (("idx", idx), ("targets", targets)):
+        if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
+    if state is not None and not fits(state, start, len(idx)):
+        raise ValueError(f"this is no state of this model for {len(idx)} sequences; take that of init_state or of a call")
+
+
+def fits(state, start, B):
+    """Whether a state has the structure of `start`, and its shapes but for the batch, which is B. None there: None."""
+    if isinstance(start, torch.Tensor):
+        return isinstance(state, torch.Tensor) and state.shape == (B, *start.shape[1:])
+    if start is None or isinstance(start, int):
+        return isinstance(state, type(start))
+    same_length = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return same_length and all(fits(part, like, B) for part, like in zip(state, start))
 
 
 class PAM(nn.Module):
@@ -326,6 +343,8 @@ class PAM(nn.Module):
             parts = c.L * [(True, False)] + c.L * [(False, True)]
         self.layers = nn.ModuleList(Block(D, H, c, *part, self.real) for part in parts)
         self.norm_f = (_RealNorm if self.real else ComplexNorm)(D)  # not in the paper
+        with torch.no_grad():
+            self.start = self.init_state(0)  # for its structure and shapes
 
     def init_state(self, batch_size):
         """The state before the first token, one entry a layer. Its size does not depend on the sequence."""
@@ -333,12 +352,12 @@ class PAM(nn.Module):
 
     def forward(self, idx, targets=None, state=None):
         """
-        Args: idx (B, T) int64; targets (B, T) int64 or None; state from init_state or an earlier call, or None.
+        Args: idx (B, T) int64 or int32; targets likewise or None; state from init_state or an earlier call, or None.
         Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
             but None after a training step: targets and no state given.
-        Raises: ValueError if idx is empty.
+        Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
-        check_tokens(idx)
+        check_inputs(idx, targets, state, self.start)
         keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         z, new_state = self.embedding(idx), []
@@ -353,7 +372,7 @@ class PAM(nn.Module):
         z = self.norm_f(z)
         # z_r E_r^T + z_i E_i^T, the real part of <E|z>, is a real product of the pairs.
         logits = wide(F.linear(z if self.real else z.flatten(-2), self.embedding.weight))
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
         return logits, loss, new_state if keep_state else None
 
     def step(self, idx_t, state):

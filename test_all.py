@@ -437,7 +437,8 @@ REFUSALS = [  # operation, number of an input, what it is instead, message
     ("phase", 1, torch.zeros(1, 2, 4, 4, 2), "k has shape"),
     ("phase", 2, torch.zeros(1, 2, 5, 3, 2), "v has shape"),
     ("phase", 3, torch.zeros(1, 2, 5, 1), "log_gamma has shape"),
-    ("phase", 4, torch.zeros(1, 2, 4, 4), "state has shape"),
+    ("phase", 4, torch.zeros(1, 2, 4, 4), "state has shape (1, 2, 4, 4); expected (B, H, d, d, 2) with B = 1, H = 2, d = 4, d > 0"),
+    ("phase", 4, (1, 2), "state is a tuple; expected a tensor"),
     ("phase", 1, torch.zeros(1, 2, 5, 4, 2, device="meta"), "k is on meta"),
     ("memory", 0, torch.zeros(1, 2, 5, 4, 2), "q has shape (1, 2, 5, 4, 2); expected (B, H, T, d)"),
 ]  # fmt: skip
@@ -473,13 +474,16 @@ def test_refuses_methods_states_and_steps_that_do_not_fit():
         "k of the state has shape (1, 2, 3, 4, 2)": (None, zeros(3, 4, 2), zeros(3, 3, 2)),
         "v of the state has shape (1, 2, 4, 3, 2)": (None, zeros(3, 3, 2), zeros(4, 3, 2)),
         "k of the state has shape (1, 2, 3, 2)": (None, zeros(3, 2), zeros(3, 2)),
-        "state has 2 parts": (None, zeros(3, 3, 2)),
+        "state has 1 parts": (None, zeros(3, 3, 2)),
+        "state has 0 parts": (None, None, None),
+        "k of the state is a int; expected a tensor": (None, 1, 2),
         "the state is torch.float64 on cpu; expected torch.float32": (None, *[zeros(3, 3, 2).double()] * 2),
     }
     remember = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"} | {"log_gamma": zeros(5)}
     for function, given, message in [
         (kernels.complex_scan, scan | {"method": "fast"}, "unknown method 'fast'"),
         (kernels.complex_scan, scan | {"theta": None, "b": zeros(3), "method": "clamped"}, "complex"),
+        (kernels.complex_scan, scan | {"method": "clamped", "backend": "cuda"}, "unknown backend 'cuda'"),
         (kernels.born_attention, attend | {"method": "softmax"}, "unknown method 'softmax'"),
         *((kernels.born_attention, attend | {"state": state}, message) for message, state in states.items()),
         (kernels.phase_memory, remember | {"backend": "step"}, "backend='step' takes one token, not 5"),
@@ -489,7 +493,7 @@ def test_refuses_methods_states_and_steps_that_do_not_fit():
 
 
 @EACH
-def test_forward_mode_is_right_by_the_reference_and_refused_elsewhere(name):
+def test_derivatives_but_one_backward_are_refused_and_right_by_the_reference(name):
     operation = OPERATIONS[name]
     inputs = operation.inputs(9, 3)
     directions = tuple(torch.cos(x) for x in inputs)
@@ -499,7 +503,28 @@ def test_forward_mode_is_right_by_the_reference_and_refused_elsewhere(name):
             duals = [torch.autograd.forward_ad.make_dual(x, t) for x, t in zip(inputs, directions)]
             return [torch.autograd.forward_ad.unpack_dual(x).tangent for x in function(*duals)]
 
+    def compiled(function, inputs, directions):
+        torch._dynamo.reset()
+        return dual_numbers(torch.compile(lambda *x: function(*x), backend="eager"), inputs, directions)
+
+    def backward_twice(function, inputs, _):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        grads = torch.autograd.grad(sum(y.square().sum() for y in function(*leaves)), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+
     refused = pytest.raises(NotImplementedError, match="backend='reference'")
+    total = lambda f: lambda *x: sum(y.sum() for y in f(*x))  # noqa: E731
+    for transform in (
+        compiled,
+        backward_twice,
+        lambda f, x, _: torch.func.grad(total(f))(*x),
+        lambda f, x, _: torch.func.vjp(f, *x),
+        lambda f, x, _: torch.func.vmap(torch.func.jacrev(f))(*(y[None] for y in x)),
+    ):
+        with refused:
+            transform(operation, inputs, directions)
+    for x, y in zip(torch.func.vmap(operation)(*(x[None] for x in inputs)), operation(*inputs)):
+        assert torch.equal(x[0], y)
     for i, (x, direction) in enumerate(zip(inputs, directions)):  # a tangent of one input alone is enough
         of_one = lambda x, i=i: operation(*inputs[:i], x, *inputs[i + 1 :])  # noqa: E731
         in_layers = lambda f, x, t: torch.func.jvp(torch.func.vmap(f), (x[0][None],), (t[0][None],))  # noqa: E731
@@ -1437,13 +1462,46 @@ def test_who_gives_targets_and_no_state_gets_none(spec):
         torch.testing.assert_close(torch.stack((one, two)), expected, atol=1e-5, rtol=0)
 
 
-def test_a_state_keeps_no_sequence():
-    """Born attention's newest tokens are a copy, not a view that keeps the rest alive."""
-    with torch.no_grad():
-        _, _, (S, k, v) = make("htransformer", L=1)(text_batch(1, 200))[2][0]
-    assert S.shape == (1, 4, 256, 33)
-    assert k.shape == v.shape == (1, 4, 200 % 64, 16, 2)
-    assert k.untyped_storage().nbytes() == k.numel() * 4
+@torch.no_grad()
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_a_state_keeps_no_sequence(spec):
+    """Its tensors are no views of what they were computed from, which would stay in memory and be saved with them."""
+    model, idx = make(spec, L=2), text_batch(1, 200)
+    _, _, state = model(idx)
+    for state in (state, model(idx, state=state)[2], model.step(idx[:, 0], state)[1]):
+        for x in tensors(state):
+            assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_what_does_not_fit_is_refused(spec):
+    """States of another depth, batch or structure, targets of another shape, tokens of another dtype."""
+    model, idx = make(spec, L=2), text_batch(2, 5)
+    _, loss, state = model(idx, idx, model.init_state(2))
+    assert model(idx.int(), idx.int(), model.init_state(2))[1] == loss
+    *before, last = state
+    for wrong in (
+        [],
+        before,
+        [*state, last],
+        [*before, None],
+        [*before, 7],
+        [*before, last[:-1]],
+        [*before, (*last[:-1], "7")],
+        [*before, (last[-1], *last[1:-1], last[0])],
+        model(idx[:1])[2],
+        make("pam:H=2" if spec.startswith(("pam", "sam")) else "pam", L=2)(idx)[2],
+    ):
+        for call in (lambda s: model(idx, state=s), lambda s: model(idx, idx, s), lambda s: model.step(idx[:, 0], s)):
+            with pytest.raises(ValueError, match="state"):
+                call(wrong)
+    for wrong in (idx.t(), idx.flatten(), idx[:, :4], idx.float()):
+        with pytest.raises(ValueError, match=r"targets: torch.* expected int64 of shape \(2, 5\)"):
+            model(idx, wrong)
+    for wrong in (idx.float(), idx.byte(), idx > 9):
+        with pytest.raises(ValueError, match="idx: torch.* expected int64"):
+            model(wrong)
 
 
 @pytest.mark.parametrize("spec", VARIANTS)
@@ -2122,12 +2180,14 @@ def test_protected_state_is_frozen(spec):
     layer.dt_proj.bias.fill_(500.0)  # an open, fully forgetting gate: finite, and gradients too
     assert layer.gates(x)[0].isfinite().all()
     assert layer.gates(x)[0].exp().max() < 2e-7
-    # 1 - gamma = 1e-9 and below: log gamma is that small number, not 0 and not rounding.
+    # 1 - gamma = 1e-9 and below: log gamma is that small number, not 0 and not rounding. Nor is 1 - p, where p is 1.
     torch.nn.init.zeros_(layer.dt_proj.weight)
     layer.dt_proj.bias.fill_(-20.0)
-    layer.protect_proj.bias.fill_(3.0)
-    expected = -math.log1p(math.exp(-20)) / (1 + math.exp(3))
-    torch.testing.assert_close(layer.gates(x)[0], torch.full_like(layer.gates(x)[0], expected), rtol=1e-5, atol=0)
+    for logit in (3, 8, 12, 20, 60):
+        layer.protect_proj.bias.fill_(logit)
+        expected = 1 / (1 + math.exp(logit))
+        for gate, value in zip(layer.gates(x), (-math.log1p(math.exp(-20)) * expected, expected)):
+            torch.testing.assert_close(gate, torch.full_like(gate, value), rtol=1e-5, atol=0)
 
 
 def test_decoherence_gap_of_equation_8():
