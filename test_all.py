@@ -6458,6 +6458,16 @@ def test_readme_commands_are_what_ci_runs():
     exec(code, {})
 
 
+def test_readme_names_every_option():
+    """Each setting of each model but V and classes, in a row that names the model or says that it holds for all."""
+    rows = re.findall(r"^\| (`\w+=.*?) \| (.*?) \|", README, re.MULTILINE)
+    configs = {name: model.SIZES["tiny"] for name, model in sample.MODELS.items()}
+    for name, config in (configs | {name: model.Config() for name, model in csp.MODELS.items()}).items():
+        for key in vars(config).keys() - {"V", "classes"}:
+            named = [models for options, models in rows if f"`{key}=" in options]
+            assert any(f"`{name}`" in models or models == "where they exist" for models in named), f"{name}:{key}="
+
+
 def test_flags_exist(program):
     helps = "".join(program(m, "--help")[1] for m in (train, tasks, sample, report, diagnose, data, bench))
     helps += torch.distributed.run.get_args_parser().format_help()  # torchrun
