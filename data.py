@@ -50,7 +50,6 @@ from tqdm import tqdm
 
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # what pip installed, and tests
 SPLITS = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}  # from, to: percent of the tokens
-progress = partial(tqdm, unit="B", unit_scale=True, leave=False, delay=1, disable=None)  # None: only on a terminal
 
 
 class InputError(Exception):
@@ -71,6 +70,47 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see {self.prog} --help)")
 
 
+@contextmanager
+def may_fail(stream):
+    """What the block writes to a stream that takes no more is lost, as is all that follows, and ends nothing."""
+    try:
+        yield
+    except (OSError, ValueError):  # full, its reader or terminal is gone, or closed
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Extra:
+    """stderr as it is now, for what no program needs: see may_fail."""
+
+    def __getattr__(self, name):
+        return getattr(sys.stderr, name)
+
+    def write(self, text):
+        with may_fail(sys.stderr):
+            sys.stderr.write(text)
+
+    def flush(self):
+        with may_fail(sys.stderr):
+            sys.stderr.flush()
+
+
+EXTRA = Extra()
+progress = partial(tqdm, file=EXTRA, unit="B", unit_scale=True, leave=False, delay=1, disable=None)  # on a terminal
+
+
+def note(text):
+    """A line for who waits, on stderr."""
+    tqdm.write(text, file=EXTRA)
+
+
+@lru_cache
+def note_once(text):
+    """A note that is the same for every load: once, and of the processes of a torchrun by the first alone."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0":
+        note(text)
+
+
 def command_line(main, silent=False):
     """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream
     that is closed, or cannot show a character, stops nothing. silent: another rank prints what went wrong."""
@@ -84,18 +124,22 @@ def command_line(main, silent=False):
         main()
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        pass
     except (InputError, OSError) as e:
         if not silent:
-            print(f"error: {e}", file=sys.stderr)
+            note(f"error: {e}")
         sys.exit(2)
     except (MemoryError, RuntimeError) as e:
         if not isinstance(e, MemoryError) and not re.search("out of memory|allocate", str(e)):
             raise
-        print("error: out of memory: take a smaller model, batch or length", file=sys.stderr)
+        note("error: out of memory: take a smaller model, batch or length")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        for stream in (sys.stdout, sys.stderr):  # else Python would end with the code 120
+            with may_fail(stream):
+                stream.flush()
 
 
 @contextmanager
@@ -147,18 +191,6 @@ def hash_file(path, file=None):
                 digest.update(chunk)
                 bar.update(len(chunk))
     return digest.hexdigest()
-
-
-def note(text):
-    """A line for who waits, on stderr."""
-    tqdm.write(text, file=sys.stderr)
-
-
-@lru_cache
-def note_once(text):
-    """A note that is the same for every load: once, and of the processes of a torchrun by the first alone."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0":
-        note(text)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import InputError, Parser, command_line, explain, needs, replace_file
+from data import InputError, Parser, command_line, explain, needs, note, replace_file
 
 
 class Log:
@@ -101,7 +101,7 @@ def read_log(path):
         raise InputError(f"{path} {several}")
     if bad:
         named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        print(f"note: of {path} these lines cannot be read and are left out: {named}", file=sys.stderr)
+        note(f"note: of {path} these lines cannot be read and are left out: {named}")
     return events
 
 
@@ -273,7 +273,7 @@ def write_report(text, figures, out):
         except Exception as e:  # whatever a library raises: the tables are there, and other figures may be drawn
             faults.setdefault(f"{e}" if isinstance(e, InputError) else repr(e), []).append(name)
     for fault, names in faults.items():
-        print(f"error: {', '.join(names)} not drawn: {fault}", file=sys.stderr)
+        note(f"error: {', '.join(names)} not drawn: {fault}")
     return paths
 
 

@@ -12,7 +12,6 @@ import math
 import os
 import pickletools
 import re
-import sys
 import time
 import unicodedata
 import zipfile
@@ -25,7 +24,7 @@ import torch
 import hmamba
 import htransformer
 import pam
-from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, replace_file
+from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, note, replace_file
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
@@ -120,7 +119,7 @@ def read_checkpoint(path, names=("best.pt", "last.pt", "prev.pt")):
         try:
             return read_file(file)
         except InputError as e:
-            print(f"warning: {e}; {other.name} takes its place", file=sys.stderr)
+            note(f"warning: {e}; {other.name} takes its place")
     return read_file(files[-1])
 
 
@@ -296,7 +295,7 @@ def main():
         raise InputError("--prompt is empty: a model needs one token to start from")
     run = newest_run() if args.run is None else os.path.expanduser(args.run)
     model, meta = load(run, pick_device(args.device))
-    print(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}", file=sys.stderr)
+    note(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
     prompt = args.prompt.encode("utf-8", errors="surrogateescape")
     start = time.perf_counter()
     print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
@@ -304,7 +303,7 @@ def main():
     for text in decode(generate(model, codec(V)[0](prompt), **{k: getattr(args, k) for k in numbers}), V):
         print(text, end="", flush=True)
     print(flush=True)
-    print(f"{args.length / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)
+    note(f"{args.length / (time.perf_counter() - start):,.0f} tokens/s")
 
 
 if __name__ == "__main__":

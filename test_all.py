@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import email.utils
+import errno
 import hashlib
 import http.server
 import importlib
@@ -2340,6 +2341,50 @@ def test_data_faults(make, argv, message, cache, tmp_path, monkeypatch, capsys):
     assert message in refused(argv, capsys)
     assert not list(cache.rglob("*.part"))
     assert not [p for p in cache.glob("x*/*.bin") if p.stat().st_size > 4096]
+
+
+class Broken(io.StringIO):
+    """A terminal that is gone, a full disk, a pipe without a reader."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def write(self, text):
+        raise OSError(self.number, os.strerror(self.number))
+
+    flush, isatty = lambda self: self.write(""), lambda self: True
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EPIPE, None], ids=["EIO", "ENOSPC", "EPIPE", "closed"])
+def test_data_notes_and_bars_end_nothing(number, monkeypatch):
+    stream = Broken(number) if number else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    if not number:
+        stream.isatty = lambda: True
+        stream.close()
+    monkeypatch.setitem(data.progress.keywords, "delay", 0)
+    data.note_once.cache_clear()
+    data.note("a")
+    data.note_once("a")
+    with data.progress(range(3), mininterval=0) as bar:
+        assert list(bar) == [0, 1, 2]
+    with pytest.raises(SystemExit) as exit:
+        data_py("nope")
+    assert exit.value.code == 2
+
+
+def test_data_programs_with_a_full_stderr(cache, tmp_path):
+    """The code is the same; what was to be printed to stdout is."""
+    write_tree(tmp_path, {"x/a": b"text\n" * 2000, "x/.hidden": b""})
+    for name, code in {"x": 0, "nope": 2}.items():
+        command = [sys.executable, ROOT / "data.py", tmp_path / name, "--seq", "16"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, check=False)
+        assert (done.returncode, "size   10,000 bytes" in done.stdout) == (code, not code)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command[:2], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
 
 
 @pytest.mark.parametrize("argument, denied", [("x/a", "x/a"), ("x", "x/a"), ("x", "x/sub")])
