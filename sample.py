@@ -173,8 +173,9 @@ def check_archive(path):
                         raise InputError(f"{path} holds {name}, and only tensors, numbers and text are loaded")
 
 
-def build(checkpoint):
-    """The model of a checkpoint from read_checkpoint, with its weights, on the CPU. Raises InputError if they do not fit."""
+def build(checkpoint, device="cpu"):
+    """The model of a checkpoint from read_checkpoint, with its weights, on a device. Raises InputError if they do not
+    fit, or if the model cannot be computed there (what NANOHILBERT_BACKEND names)."""
     meta, saved = checkpoint["meta"], checkpoint["model"]
     try:
         model_class = MODELS[meta["spec"].split(":")[0]]
@@ -188,6 +189,11 @@ def build(checkpoint):
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         message = " ".join(str(e).split())[:200]
         raise InputError(f"{checkpoint['path']} does not fit this version of the models: {message}") from None
+    try:
+        with torch.no_grad():
+            model.to(device)(torch.zeros(1, 8, dtype=torch.int64, device=device))
+    except ValueError as e:
+        raise InputError(f"{meta['spec']} cannot be run here: {e}") from None
     return model
 
 
@@ -196,7 +202,7 @@ def load(path, device="cpu"):
 
     meta: spec, size, config, data (name, size, sha256), settings. Raises InputError."""
     checkpoint = read_checkpoint(path)
-    return build(checkpoint).to(device).eval(), checkpoint["meta"]
+    return build(checkpoint, device).eval(), checkpoint["meta"]
 
 
 def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):

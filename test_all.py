@@ -21,6 +21,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -3520,6 +3521,46 @@ def a_signal(program, monkeypatch, name):
     assert sample.read_checkpoint("cut/last.pt")["step"] == 7
 
 
+def a_signal_while_nobody_reads(program, monkeypatch, _):
+    """A print waits at a full pipe: what it would say is lost, the step is not."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, bytes(4096)):
+            pass
+    os.set_blocking(writer, True)
+    late = []
+    timers = [
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)),
+        threading.Timer(30, lambda: late.append(1) or os.close(reader)),  # else this test could wait for ever
+    ]
+    with open(writer, "w") as stream:
+
+        def wait():
+            monkeypatch.setattr(sys, "stdout", stream)
+            for timer in timers:
+                timer.start()
+            train.print_rank0("nobody reads this")
+
+        at_step(monkeypatch, 6, wait)
+        code = program(train, "--resume", "cut")[0]
+        for timer in timers:
+            timer.cancel()
+        timers[0].join()
+    os.close(reader)
+    assert (code, late) == (128 + signal.SIGTERM, [])
+    assert sample.read_checkpoint("cut/last.pt")["step"] == 7
+
+
+def an_empty_log(program, monkeypatch, _):
+    whole = Path("cut/log.jsonl").read_bytes()
+    Path("cut/log.jsonl").write_bytes(b"")
+    assert program(train, "--resume", "cut", "--stop_at", 7)[::2] == (0, "")
+    lines = Path("cut/log.jsonl").read_bytes().splitlines(keepends=True)
+    assert json.loads(lines[0])["event"] == "header"
+    Path("cut/log.jsonl").write_bytes(whole + b"".join(lines[1:]))
+
+
 def two_signals(program, monkeypatch, _):
     at_step(monkeypatch, 7, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)] and pytest.fail("went on"))
     assert program(train, "--resume", "cut", "--ckpt_every", 1)[0] == 130
@@ -3551,6 +3592,11 @@ def data_that_changes(program, monkeypatch, _):
     for argv in ([*argv, "--eval_only"], [*SMALL, "--out", "new"]):
         path.write_bytes(text)
         assert_refused(program(train, *argv), "since the run began")
+    path.write_bytes(text)
+    monkeypatch.setattr(data, "get_windows", real)
+    monkeypatch.setattr(train.Run, "finish", lambda self: path.write_bytes(text[::-1]))  # between two runs of a sweep
+    assert_refused(program(train, *SMALL, "--seeds", "1,2", "--steps", 1, "--out", "sweep"), "since the run began")
+    assert len(list(Path("sweep").iterdir())) == 1
     path.write_bytes(text)
 
 
@@ -3594,6 +3640,7 @@ INCIDENTS = [
     *[(a_signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")],
     *[(a_damaged_log, garbage) for garbage in (b"garbage\n\n5\n{}\n", b"\xff\xfe\n")],
     *[(a_damaged_checkpoint, damage) for damage in (flip_file, cut_short, os.remove)],  # a kill between two renamings
+    *[(f, None) for f in (a_signal_while_nobody_reads, an_empty_log)],
     *[(f, None) for f in (two_signals, a_kill_in_the_last_validation, data_that_changes, a_full_disk)],
 ]  # fmt: skip
 
@@ -3910,15 +3957,18 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
 
 
 def test_ranks_are_made_by_torchrun_alone(program, monkeypatch):
-    whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    whole = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}  # fmt: skip
     assert train.read_ranks(whole) == (1, 2, 1, None)
     assert not train.read_ranks({"MASTER_ADDR": "x", "PATH": "/"})[3]
-    for key, value in [("RANK", "2"), *((key, value) for key in whole for value in ("", None))]:
+    needed = [key for key in whole if not key.endswith("STORE")]
+    wrong = [("RANK", "2"), ("MASTER_PORT", "99999"), *((key, value) for key in needed for value in ("", None))]
+    for key, value in wrong:
         env = {k: v for k, v in (whole | {key: value}).items() if v is not None}
         *numbers, error = train.read_ranks(env)
         assert numbers == [0, 1, 0]
         monkeypatch.setattr(train, "ranks_error", error)
-        named = "no rank below WORLD_SIZE" if value else f"no number in {key}"
+        named = "no rank below WORLD_SIZE" if key == "RANK" and value else f"no possible value in {key}"
         assert_refused(program(train, *SMALL), named, "start several processes with torchrun, or unset it")
     for key, value in whole.items():  # programs of one process do not look at them
         monkeypatch.setenv(key, value)
@@ -3926,11 +3976,16 @@ def test_ranks_are_made_by_torchrun_alone(program, monkeypatch):
         assert_refused(program(module, *argv))
 
 
-def test_backend_is_judged_before_anything_is_written(program, cut, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "message"), [("tritn", "'tritn'; known: torch, triton, reference"), ("triton", "")])
+def test_backend_is_judged_before_anything_is_written(program, cut, monkeypatch, tmp_path, name, message):
+    """By every program that computes a model; Triton without a GPU, too."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = content(tmp_path)
-    monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
-    for argv in ([*SMALL, "--seeds", "1,2"], ["--resume", "cut"]):
-        assert_refused(program(train, *argv), "'tritn'; known: torch, triton, reference")
+    monkeypatch.setenv("NANOHILBERT_BACKEND", name)
+    starts = [*SMALL, "--seeds", "1,2"], ["--resume", "cut"], ["--resume", "cut", "--eval_only"]
+    for module, argv in (*((train, argv) for argv in starts), (sample, ["cut"]), (diagnose, ["cut", "--prompt", "a"])):
+        assert_refused(program(module, *argv), "cannot be", message)
     assert content(tmp_path) == before
 
 
@@ -4026,6 +4081,16 @@ def test_two_processes_equal_accumulation(program, no_curves, tmp_path):
             torch.testing.assert_close(x[key], y[key], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, torch.distributed.DistNetworkError])
+def test_ranks_that_cannot_be_connected_are_one_line(program, monkeypatch, error):
+    def fail(*_, **__):
+        raise error("port out of range\nC++ CapturedTraceback: ...")
+
+    monkeypatch.setattr(train, "world", 2)
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    assert_refused(program(train, *SMALL), "the ranks cannot be connected: port out of range C++")
+
+
 def test_restarts_with_torchruns_own_store_are_refused(program, monkeypatch):
     monkeypatch.setattr(train, "world", 2)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -4038,6 +4103,7 @@ def test_one_command_begins_goes_on_and_ends(program, no_curves, tmp_path):
     assert program(train, *command, "--stop_at", 3)[0] == 0
     assert program(train, *command)[0] == 0
     before = content("run")
+    assert program(train, *SMALL, "--out", "run/", "--resume", "./run")[0] == 0
     code, out, err = program(train, *command)
     assert (code, out, err) == (0, "run/last.pt is at step 8 of 8 already: the run is complete\n", "")
     assert content("run") == before
@@ -4171,6 +4237,14 @@ def test_eval_only_judges_the_best_checkpoint(program, straight):
     assert [p.name for p in Path("alone").iterdir()] == ["best.pt"]
 
 
+def test_recommended_commands_can_be_pasted(program, no_curves):
+    """Into a shell: names with blanks, quotes, a leading dash."""
+    for name in ("my run", "it's", "-x"):
+        _, out, _ = program(train, *SMALL, "--steps", 1, f"--out={name}")
+        command = re.search(r"more: python (sample.py .*)\)\n", out)[1]
+        assert program(sample, *shlex.split(command)[1:], "--length", 1)[0] == 0
+
+
 def test_learning_rate():
     s = train.Settings(steps=240, lr=2e-3, min_lr=2e-4, warmup=0.75, schedule="cosine")
     lr = [train.learning_rate(step, s) for step in range(240)]
@@ -4231,6 +4305,20 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
     last = sample.read_checkpoint("run2/last.pt")
     assert last["step"] == 2
     assert all(x.isfinite().all() for x in last["model"].values())
+
+
+def test_a_run_that_diverges_ends_no_sweep(program, no_curves, monkeypatch):
+    """The others are run, the table is theirs, and the last line names those that diverged."""
+    real = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda step, s: 1e300 if s.seeds in "13" else real(step, s))
+    argv = [*SMALL, "--seeds", "1,2,3,4", "--steps", 3, "--out", "sweep"]
+    for _ in range(2):  # begun, and gone on with
+        code, out, err = program(train, *argv)
+        assert (code, err.count("\n"), err.count("first not finite in")) == (2, 1, 2)
+        assert all(f"-s{seed}: step " in err for seed in (1, 3))
+        assert re.findall(r"^\| hmamba\S+ \| (\d) \| 3 \|", out, re.M) == ["2", "4"]
+        ends = {run.name[-2:]: report.read_log(run)[-1]["event"] == "sample" for run in Path("sweep").iterdir()}
+        assert ends == {"s1": False, "s2": True, "s3": False, "s4": True}
 
 
 class RunsCode:
@@ -4321,6 +4409,16 @@ def foreign_checkpoint():
     torch.save({"model": {}, "step": 3}, "foreign.pt")
 
 
+def foreign_log(text='{"mine": 1}\n'):
+    Path("run", "log.jsonl").write_text(text)
+
+
+def only_foreign_log():
+    for path in Path("run").iterdir():
+        path.unlink()
+    foreign_log()
+
+
 RESUME = ["--resume", "run"]
 TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what the one line must say)
     (None, [*SMALL, "--model", "gru"], "unknown model 'gru'; known: hmamba, mamba"),
@@ -4365,7 +4463,14 @@ TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what th
     (resave("run/lacks.pt", best=None, optimizer=None), ["--resume", "run/lacks.pt"], "it lacks best, optimizer"),
     (None, [*SMALL, "--seeds", "1,2,1"], "must not repeat an entry"),
     (None, [*SMALL, "--seeds", "\u0663"], "must be whole numbers"),
-    (None, [*SMALL, "--out", ""], "--out  exists"),
+    (None, [*SMALL, "--out", ""], "--out '' names no folder"),
+    (None, [*SMALL, "--out", "", "--resume", ""], "--out '' names no folder"),
+    (None, ["--resume", ""], "--resume '' names no folder"),
+    (only_foreign_log, [*SMALL, "--out", "run", *RESUME], "holds the log of a run, but no checkpoint"),
+    (only_foreign_log, [*SMALL, "--seeds", "1,2", "--out", "run"], "holds the log of a run, but no checkpoint"),
+    (foreign_log, RESUME, "; move run/log.jsonl away, and the run goes on without what it logged"),
+    (partial(foreign_log, "\0\0"), RESUME, "; move run/log.jsonl away"),
+    (None, [*SMALL, "--batch", "100000000000"], "--batch 100000000000 must be at most 16777216"),
     (None, [*SMALL, "--seeds", "1,2", "--out", "run"], "--out run exists"),
     (None, [*SMALL, "--seeds", "1,2", "--seq", "100000"], "too short for --seq 100000"),
     (None, [*SMALL, "--model", "mamba:mlp=-7"], "mlp=-7 must be at least -1"),
@@ -4395,6 +4500,17 @@ def test_train_faults(program, no_curves, small_runs, tmp_path, prepare, argv, m
         prepare()
     before = content(tmp_path)
     assert_refused(program(train, *argv), message)
+    assert content(tmp_path) == before
+
+
+def test_compile_without_a_compiler_is_one_line(program, monkeypatch, tmp_path):
+    """Also where what would be compiled is in the cache already."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU's kernels are compiled by Triton")
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    before = content(tmp_path)
+    assert_refused(program(train, *SMALL, "--compile"), "PyTorch cannot compile here (", "or drop --compile")
     assert content(tmp_path) == before
 
 

@@ -22,6 +22,8 @@ import itertools
 import math
 import os
 import re
+import select
+import shlex
 import signal
 import sys
 import time
@@ -68,6 +70,7 @@ PEAK_FLOPS = {  # dense bf16, by the device's full name; for others there is no 
     "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12,
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
 }  # fmt: skip
+MAX_BATCH = 2**24  # the order of a step's sequences is in memory
 # What a resumed run may set anew: the rest would change its course.
 MAY_CHANGE = {"resume", "data", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every",
               "eval_only", "split"}  # fmt: skip
@@ -126,7 +129,13 @@ def parse_flags():
         else:
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
-    return given | {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume") if k in given}
+    given |= {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume") if k in given}
+    for key in ("out", "resume"):
+        if given.get(key) == "":
+            raise InputError(f"--{key} '' names no folder")
+    if {"out", "resume"} <= given.keys() and os.path.realpath(given["out"]) == os.path.realpath(given["resume"]):
+        given["resume"] = given["out"]  # one folder under two names
+    return given
 
 
 def resolve(given, model, size, seed, device):
@@ -167,6 +176,8 @@ def check(s):
         raise InputError(f"impossible schedule: --lr {s.lr} --min_lr {s.min_lr} --warmup {s.warmup}")
     if s.stop_at and s.steps and s.stop_at > s.steps:
         raise InputError(f"--stop_at {s.stop_at} lies beyond --steps {s.steps}")
+    if s.batch > MAX_BATCH:
+        raise InputError(f"--batch {s.batch} must be at most {MAX_BATCH}")
     if s.batch % world:
         raise InputError(f"--batch {s.batch} must be a multiple of the {world} devices")
     return s
@@ -192,10 +203,12 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")  #
 def read_ranks(env):
     """(rank, world size, local rank, error) from torchrun's variables; without them those of a single process."""
     named = [f"{k}={env[k]}" for k in TORCHRUN[:3] if k in env]
-    wrong = [k for k in TORCHRUN if not env.get(k) or not (k == "MASTER_ADDR" or env[k].isdecimal())]
+    needed = TORCHRUN + ("TORCHELASTIC_MAX_RESTARTS",) * (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    wrong = [k for k in needed if not env.get(k) or not (k == "MASTER_ADDR" or env[k].isdecimal())]
+    wrong += ["MASTER_PORT"] * (not wrong and int(env["MASTER_PORT"]) > 65535)
     if named and not wrong and int(env["RANK"]) < int(env["WORLD_SIZE"]):
         return *(int(env[k]) for k in TORCHRUN[:3]), None
-    lacks = f"no number in {', '.join(wrong)}" if wrong else "no rank below WORLD_SIZE"
+    lacks = f"no possible value in {', '.join(wrong)}" if wrong else "no rank below WORLD_SIZE"
     return 0, 1, 0, named and f"{' '.join(named)}, but {lacks}: start several processes with torchrun, or unset it"
 
 
@@ -204,10 +217,26 @@ stop_signals = []  # these signals end the run after the present step
 
 
 def print_rank0(*text):
+    if stop_signals:
+        drop_blocked_output()
     if rank == 0:
-        with contextlib.suppress(OSError, ValueError):  # a reader that went away does not end a run, nor does a full disk
+        # No run ends at a reader that went away, a full disk, or (RuntimeError) a signal in the middle of a print.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             tqdm.write(" ".join(map(str, text)), file=sys.stdout)
             sys.stdout.flush()
+
+
+def drop_blocked_output():
+    """Sends what nobody reads to nowhere, also a write that waits for its reader: a run that shall end could not."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # what is no stream of the system cannot be asked
+            if not select.select([], [stream], [], 0)[1]:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def quote(path):
+    """A path as a word of a shell's command line."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 @contextlib.contextmanager
@@ -314,6 +343,16 @@ def try_step(s, corpus, device):
         loss.backward()
     except ValueError as e:
         raise InputError(f"{s.model} cannot be trained here: {e}") from None
+    if s.compile:
+        try:
+            torch.compile(lambda x: x + 1, options={"force_disable_caches": True})(torch.zeros(2, device=device))
+        except Exception as e:  # the compilers raise many kinds
+            why = " ".join(str(e).split())[:160]
+            raise InputError(f"PyTorch cannot compile here ({why}): install a compiler, or drop --compile") from None
+
+
+class Diverged(InputError):
+    """The loss or the gradient of a run is not finite."""
 
 
 class Run:
@@ -323,7 +362,7 @@ class Run:
         self.s, self.corpus, self.device, self.folder = s, corpus, device, folder
         torch.manual_seed(int(s.seeds))
         if checkpoint:
-            self.model = sample.build(checkpoint).to(device)
+            self.model = sample.build(checkpoint, device)
         else:
             model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
             self.model = model_class(config).to(device)
@@ -345,8 +384,9 @@ class Run:
             "spec": s.model, "size": s.size, "config": dataclasses.asdict(self.model.config),
             "settings": dataclasses.asdict(s), "data": broadcast_from_rank0(corpus.summary),
         }  # fmt: skip
-        for part in folder.glob("*.pt.*.part") if rank == 0 else ():  # what a kill left half written
-            part.unlink(missing_ok=True)
+        for path in [*folder.glob("*.pt.*.part"), *folder.glob("log.jsonl")] if rank == 0 else ():
+            if path.suffix == ".part" or not path.stat().st_size:  # what a kill left half written, or empty
+                path.unlink()
         self.log = report.Log(folder, self.start, keep=checkpoint and checkpoint["step"], active=rank == 0)
         ran = report.provenance(device, world)
         if self.log.path.exists() and checkpoint:
@@ -427,8 +467,8 @@ class Run:
         place = "the loss itself" if not math.isfinite(loss) else f"layer {bad[-1]}" if bad else "the embedding or the head"
         # A loss that is not finite condemns the weights it was computed from; None: there is no sound last.pt.
         condemned = (None,) if math.isfinite(loss) else (None, self.step - 1)
-        raise InputError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}, first not finite in {place}; "
-                         f"{self.last_good(last_is_bad=self.last_step in condemned)}")  # fmt: skip
+        raise Diverged(f"step {self.step}: loss {loss}, gradient norm {grad_norm}, first not finite in {place}; "
+                       f"{self.last_good(last_is_bad=self.last_step in condemned)}")  # fmt: skip
 
     def finish(self):
         """The loss over the whole validation split, and the extras: a sample and a figure."""
@@ -436,7 +476,7 @@ class Run:
         loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device)
         if not math.isfinite(loss):
             good = self.last_good(last_is_bad=True)
-            raise InputError(f"the loss after step {step} is {loss}: the last update diverged, lower --lr; {good}")
+            raise Diverged(f"the loss after step {step} is {loss}: the last update diverged, lower --lr; {good}")
         print_rank0(f"validation {loss / math.log(2):.3f} {report.unit(s.tokens)} ({loss:.4f} nats) over the whole split "
                     f"after {step} steps, {self.folder}")  # fmt: skip
         memory = {"peak_memory": torch.cuda.max_memory_allocated()} if self.device.type == "cuda" else {}
@@ -450,7 +490,8 @@ class Run:
             with extra("curve.png"):
                 report.plot_curves(*report.group_runs([report.read_log(self.folder)])[0], self.folder / "curve.png")
             self.write("sample", text=text)  # the last event of a run that is complete
-            print_rank0(f"--- a sample, temperature 0.8 (more: python sample.py {self.folder})\n{text.strip()}\n---")
+            more = f"python sample.py {quote(self.folder)}"
+            print_rank0(f"--- a sample, temperature 0.8 (more: {more})\n{text.strip()}\n---")
         if s.epochs:
             with extra("table"):
                 print_rank0(report.epochs_table([report.read_log(self.folder)]))
@@ -527,8 +568,9 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
             with extra("log of this result"):  # said before an evaluation that may take hours
                 open(path.with_name("log.jsonl"), "rb+").close()
                 stack.enter_context(data.hold(path.parent))
+                report.read_log(path.parent)  # nothing is added to what is no log of ours
                 log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
-        loss, n_tokens = evaluate(sample.build(checkpoint).to(device), corpus, s.split, s, device)
+        loss, n_tokens = evaluate(sample.build(checkpoint, device), corpus, s.split, s, device)
         print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
                     f"over {n_tokens:,} tokens")  # fmt: skip
         if log:
@@ -540,7 +582,7 @@ def check_out(given, several):
     """Raises InputError unless the folder of a new run, or of a sweep's runs, can be made and written."""
     out = given.get("out", "runs")
     base = Path(out)
-    if "out" in given and "resume" not in given and (not out or base.exists() and (not several or holds_run(base))):
+    if "out" in given and "resume" not in given and base.exists() and (not several or holds_run(base)):
         raise InputError(f"--out {out} exists: name another folder (a stopped run goes on with --resume alone)")
     above = next(p for p in (base, *base.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -548,11 +590,13 @@ def check_out(given, several):
 
 
 def holds_run(folder):
-    """Whether a folder holds a checkpoint. Raises InputError for a log of training without one: it is a result."""
-    log = folder / "log.jsonl"
+    """Whether a folder holds a checkpoint. Raises InputError for a log without one, unless a start of ours left it that
+    ended before the first step: it is a result, or another program's."""
+    log, header = folder / "log.jsonl", b'{"event": "header"'
     if any((folder / name).exists() for name in ("last.pt", "prev.pt")):
         return True
-    if log.exists() and re.search(rb'"train".*}\n', log.read_bytes()):
+    content = log.read_bytes() if log.exists() else b""
+    if not header.startswith(content[: len(header)]) or re.search(rb'"train".*}\n', content):
         raise InputError(f"{folder} holds the log of a run, but no checkpoint: name another folder")
     return False
 
@@ -635,7 +679,11 @@ def go_on(given, device, again=None):
         if not checkpoint["optimizer"]:
             raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
         step, end = checkpoint["step"], s.stop_at or s.steps
-        events = report.read_log(folder) if (folder / "log.jsonl").exists() else []
+        log = folder / "log.jsonl"
+        try:
+            events = report.read_log(folder) if log.exists() and log.stat().st_size else []
+        except InputError as e:
+            raise InputError(f"{e}; move {log} away, and the run goes on without what it logged") from None
         if step > end or (step == end and step in [e["step"] for e in events if e["event"] == "sample"]):
             advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
             message = f"{checkpoint['path']} is at step {step} of {end} already: {advice}"
@@ -644,7 +692,7 @@ def go_on(given, device, again=None):
             print_rank0(message)  # to a command that is started until it succeeds
             return True
         try_step(s, corpus, device)
-        train(s, corpus, device, folder, again or f"python train.py --resume {folder}", checkpoint)
+        train(s, corpus, device, folder, again or f"python train.py --resume {quote(folder)}", checkpoint)
     return True
 
 
@@ -683,18 +731,27 @@ def run(given, device):
                 find_run(jobs[-1], stack)
     elif explicit:
         folders = [base]
+    diverged = {}  # the others of a sweep are run all the same
     for i, (s, corpus) in enumerate(zip(runs, corpora)):
-        if jobs and go_on(jobs[i], device, "the same command"):
-            continue
-        with contextlib.ExitStack() as stack:
-            folders[i] = broadcast_from_rank0(partial(begin_folder, folders[i], explicit, stack))
-            again = "the same command" if jobs else f"python train.py --resume {folders[i]}"
-            if several and fresh and not jobs:  # else runs/ holds others of these names
-                again = f"the same command and --out {base}"
-            train(s, corpus, device, folders[i], again)
-    if several and rank == 0:
+        try:
+            if jobs and go_on(jobs[i], device, "the same command"):
+                continue
+            broadcast_from_rank0(corpus.check_unchanged)
+            broadcast_from_rank0(corpus.summary)  # its hash, before there is a folder
+            with contextlib.ExitStack() as stack:
+                folders[i] = broadcast_from_rank0(partial(begin_folder, folders[i], explicit, stack))
+                again = "the same command" if jobs else f"python train.py --resume {quote(folders[i])}"
+                if several and fresh and not jobs:  # else runs/ holds others of these names
+                    again = f"the same command and --out {quote(base)}"
+                train(s, corpus, device, folders[i], again)
+        except Diverged as e:
+            diverged[folders[i]] = f"{folders[i]}: {e}" if several else str(e)
+    finished = [folder for folder in folders if folder not in diverged]
+    if several and finished and rank == 0:
         with extra("table"):
-            print_rank0(report.training_report([report.read_log(folder) for folder in folders])[0])
+            print_rank0(report.training_report([report.read_log(folder) for folder in finished])[0])
+    if diverged:
+        raise Diverged("; ".join(diverged.values()))
 
 
 def main():
@@ -710,8 +767,12 @@ def main():
         # torchrun's own store keeps the addresses of ranks that died, and a restart may wait for them.
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
             raise InputError("--max-restarts needs --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-        device = torch.device("cuda", local_rank) if device.type == "cuda" else torch.device("cpu")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))  # of a download
+        with rank_in_errors():
+            device = sample.pick_device(f"cuda:{local_rank}" if device.type == "cuda" else "cpu")
+            try:  # the timeout is that of a download
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
+            except (RuntimeError, ValueError) as e:
+                raise InputError(f"the ranks cannot be connected: {' '.join(str(e).split())[:160]}") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
