@@ -26,7 +26,7 @@ import torch
 import data
 import sample
 from data import InputError, Parser, cache_dir, command_line, explain
-from report import figure, markdown, mean_interval, read_log, show_report, style
+from report import figure, markdown, mean_interval, parse_out, read_log, show_report, style
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Effective rank of the memory (PAM section III)
@@ -436,7 +436,7 @@ def main():
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
     if len({folder.name for folder in folders}) < len(folders):
         raise InputError("two runs have the same name, and figures are named after them: rename one")
-    text, out = args.prompt, Path(os.path.expanduser(args.out))
+    text, out = args.prompt, parse_out(args.out)
     if args.text is not None:
         with explain(f"read --text {args.text}"), open(os.path.expanduser(args.text), "rb") as f:
             text = f.read(64 * MOST_TOKENS)
@@ -445,14 +445,13 @@ def main():
     if text is None:
         wordnet = args.wordnet and os.path.expanduser(args.wordnet)
         tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], wordnet)
-        show_report(tables, figures, out, hidden=by_head)
+        show_report(tables, figures, out, f"{tables}\n\n{by_head}")
     elif not text or args.wordnet:
         clash = "--wordnet goes without --text and --prompt"
         raise InputError(clash if text else "the text to draw phases over is empty")
     else:
         lines, figures = phases(folders, text)
-        print(lines, flush=True)
-        show_report("", figures, out)
+        show_report(lines, figures, out, written="")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ bits per character, if the tokens are bytes, and else bits a token. "+-" is half
 """
 
 import colorsys
+import io
 import json
 import math
 import os
@@ -23,14 +24,14 @@ import sys
 import textwrap
 import time
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 
-from data import InputError, Parser, command_line, explain, needs, note, replace_file
+from data import InputError, Parser, command_line, explain, hold, needs, note, replace_file
 
 
 class Log:
@@ -69,9 +70,10 @@ def provenance(device, world):
     """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device, ranks."""
     import torch
 
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # a hook's name its repository
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
     try:
-        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2).stdout.strip()
+        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2, env=env).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         git = None
     return {
@@ -240,8 +242,9 @@ def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="
             fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
         with explain(f"write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fig.savefig(path, format="png")
-            Image.open(path).convert("RGB").quantize(colours).save(path, optimize=True)  # a third of the bytes
+            fig.savefig(drawn := io.BytesIO(), format="png")
+            image = Image.open(drawn).convert("RGB").quantize(colours)  # a third of the bytes
+            replace_file(path, lambda f: image.save(f, "png", optimize=True))
 
 
 def mean_curve(curves):
@@ -265,7 +268,7 @@ def write_report(text, figures, out):
     if text:
         with explain(f"write {out}"):
             out.mkdir(parents=True, exist_ok=True)
-            paths[0].write_text(text + "\n", encoding="utf-8")
+            replace_file(paths[0], lambda f: f.write((text + "\n").encode(errors="replace")))
     for name, draw in figures.items():
         try:
             draw(out / name)
@@ -277,14 +280,29 @@ def write_report(text, figures, out):
     return paths
 
 
-def show_report(text, figures, out=None, hidden=""):
-    """Prints tables and, into the folder `out`, writes them, with those that are `hidden` from the terminal, and the
-    figures. Exits with the code 2 if a figure cannot be drawn."""
-    print(text, end="\n" * bool(text), flush=True)
-    paths = write_report("\n\n".join(filter(None, (text, hidden))), figures, out) if out else []
-    for path in paths:
-        print(f"wrote {path}")
-    if out and len(paths) < len(figures) + bool(text):
+def parse_out(text):
+    """The folder that --out names. Raises InputError for what can be none."""
+    out = Path(os.path.expanduser(text))
+    if not text or out.suffix in (".png", ".md", ".jpg", ".pdf", ".svg"):
+        raise InputError(f"--out {text or repr(text)} must be a folder: tables and figures go into it")
+    return out
+
+
+def show_report(text, figures, out=None, written=None):
+    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. written: the tables of
+    the file, if not `text`. Raises InputError if another program works in `out`. Exits with the code 2 if a figure
+    cannot be drawn."""
+    written, paths = text if written is None else written, []
+    try:
+        if out and (written or figures):
+            with explain(f"write {out}"):
+                out.mkdir(parents=True, exist_ok=True)
+            with hold(out):
+                paths = write_report(written, figures, out)
+    finally:  # shown also where they cannot be written
+        with suppress(BrokenPipeError):  # who reads has seen enough
+            print(text, *(f"wrote {path}" for path in paths), sep="\n", flush=True)
+    if out and len(paths) < len(figures) + bool(written):
         sys.exit(2)
 
 
@@ -943,7 +961,7 @@ def task_figures(groups):
 
 
 def task_report(logs, out):
-    """Writes tables and figures into the folder `out`. Returns the tables, and the paths."""
+    """Writes tables and figures into the folder `out`, which the caller holds. Returns the tables, and the paths."""
     text = task_tables(logs)
     return text, write_report(text, task_figures(group_tasks(logs)), out)
 
@@ -1132,13 +1150,11 @@ def main():
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders or log.jsonl files")
     parser.add_argument("--out", metavar="FOLDER", help="folder for the tables, as tables.md, and the figures")
     args = parser.parse_args()
-    runs, out = [os.path.expanduser(run) for run in args.runs], args.out and Path(os.path.expanduser(args.out))
+    runs, out = [os.path.expanduser(run) for run in args.runs], None if args.out is None else parse_out(args.out)
     logs = [read_log(run) for run in runs]
     of_tasks = ["task" in events[0]["settings"] for events in logs]
     if any(of_tasks) and not all(of_tasks):
         raise InputError("logs of train.py and of tasks.py do not go into one report")
-    if out and out.suffix in (".png", ".md", ".jpg", ".pdf", ".svg"):
-        raise InputError(f"--out {out} must be a folder: tables and figures go into it")
     if of_tasks[0]:
         logs = [check_task(events, run) for events, run in zip(logs, runs)]
         show_report(task_tables(logs), task_figures(group_tasks(logs)), out)

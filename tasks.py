@@ -27,18 +27,19 @@ import math
 import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import permutations, product
+from itertools import chain, permutations, product
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 import csp
 import data
@@ -278,7 +279,7 @@ def train(s, seeds, device):
     log_every, skipped = max(1, s.epochs // 60), torch.zeros(S, dtype=torch.int64)
     seen = []  # (loss, gradient norm) of the steps since the last log line
     name = f"{s.model} {s.task} seed {','.join(map(str, seeds))}"
-    with tqdm(total=s.epochs * STEPS, desc=name, unit="step", disable=None, leave=False) as bar:
+    with data.progress(total=s.epochs * STEPS, desc=name, unit="step", unit_scale=False, delay=0) as bar:
         for epoch in range(1, s.epochs + 1):
             lr = s.lr * 0.5 * (1 + math.cos(math.pi * (epoch - 1) / s.epochs))
             optimizer.param_groups[0]["lr"] = lr
@@ -362,19 +363,37 @@ def split_names(text, all_of):
 
 
 def run_group(group, out, device):
-    """Trains runs that differ in their seeds alone, prints how they ended, and saves their logs."""
+    """Trains runs that differ in their seeds alone, saves their logs, and prints how they ended.
+
+    Raises InputError if a log cannot be saved; the others are."""
     seeds = [s.seed for s in group]
     trained = train(group[0], seeds, device)
-    mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in group[0].lengths}
-    skipped = sum(events[-1]["skipped"] for events in trained)
-    print(f"{group[0].model} on {group[0].task}, seeds {','.join(map(str, seeds))}: {trained[0][-1]['time_s']:.0f} s, "
-          f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
-          + f"; {skipped} steps skipped, as their gradients were not finite" * bool(skipped), flush=True)  # fmt: skip
+    faults = []
     for s, events in zip(group, trained):
         folder, text = run_folder(out, s), "".join(json.dumps(event) + "\n" for event in events).encode()
-        with data.explain(f"write {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            data.replace_file(folder / "log.jsonl", lambda f, text=text: f.write(text))
+        try:
+            with data.explain(f"write {folder}"):
+                folder.mkdir(parents=True, exist_ok=True)
+                data.replace_file(folder / "log.jsonl", lambda f, text=text: f.write(text))
+        except InputError as e:
+            faults.append(str(e))
+    mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in group[0].lengths}
+    skipped = sum(events[-1]["skipped"] for events in trained)
+    with suppress(OSError):  # other runs are to follow
+        print(f"{group[0].model} on {group[0].task}, seeds {','.join(map(str, seeds))}: {trained[0][-1]['time_s']:.0f} s, "
+              f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
+              + f"; {skipped} steps skipped, as their gradients were not finite" * bool(skipped), flush=True)  # fmt: skip
+    if faults:
+        raise InputError("; ".join(faults))
+
+
+def check_folder(folder):
+    """Raises InputError if no log can be written into the folder of a run."""
+    with data.explain(f"write {folder}"):
+        folder.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        with suppress(OSError):  # it holds something
+            folder.rmdir()
 
 
 def finished_logs(out, protocol):
@@ -422,7 +441,7 @@ def main():
         if is_wrong:
             raise InputError(message)
     device = sample.pick_device(args.device)
-    out = Path(os.path.expanduser(args.out or f"runs/tasks-{args.epochs}"))
+    out = report.parse_out(f"runs/tasks-{args.epochs}" if args.out is None else args.out)
     jobs = list(product(tasks, models))
     for task, spec in jobs:  # else a fault of the last would be found hours later
         check(spec, task, device)
@@ -434,16 +453,17 @@ def main():
         out.mkdir(parents=True, exist_ok=True)
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
+        for s in chain(*missing):
+            check_folder(run_folder(out, s))
         for group in filter(None, missing):
             together = len(group) if group[0].model.split(":")[0] in csp.MODELS else 1
             for i in range(0, len(group), together):
                 run_group(group[i : i + together], out, device)
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
         logs = finished_logs(out, report.protocol([{"settings": asdict(groups[0][0])}]))
-        text = report.task_tables(logs)
-        print(text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip())  # the file has all
-        _, paths = report.task_report(logs, out)
-        print(f"\nwrote {', '.join(map(str, paths))}")
+        text, paths = report.task_report(logs, out)
+        shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
+        print(f"{shown}\n\nwrote {', '.join(map(str, paths))}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import pty
 import re
 import resource
 import shlex
@@ -4760,9 +4761,53 @@ def test_report_reads_logs(program):
     for name in ("curves", "steps", "gap", "gradients"):
         assert Path(f"figures/{name}.png").read_bytes().startswith(b"\x89PNG")
     assert program(report, "a", "b", "c", "d", "--out", "figures")[0] == 0  # again, into the same folder
-    for bad in ("curves.jpg", "a/log.jsonl/figures"):
+    for bad in ("curves.jpg", "", "a/log.jsonl/figures"):
         code, _, err = program(report, "a", "--out", bad)
         assert (code, err.count("error: "), bad in err) == (2, 1, True)
+
+
+def broken_stream(kind):
+    """A stream that cannot be written, and a function that breaks it."""
+    if kind == "full terminal":
+        return Broken(errno.ENOSPC), lambda: None
+    if kind == "full":
+        return open("/dev/full", "w"), lambda: None
+    reader, writer = pty.openpty() if kind == "terminal" else os.pipe()
+    return open(writer, "w"), lambda: os.close(reader)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize(("kind", "expected"), [("full", 2), ("pipe", 0), ("terminal", 2)])
+def test_report_writes_its_files_whoever_reads(program, monkeypatch, kind, expected):
+    write_log("a", "hmamba", [8, 3, 2.5, 2.1])
+    stream, close = broken_stream(kind)
+    close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    code, _, err = program(report, "a", "--out", "figures")
+    assert (code, err.count("error: [Errno "), err.count("\n")) == (expected, *[expected == 2] * 2)
+    assert sorted(os.listdir("figures")) == ["curves.png", "gradients.png", "steps.png", "tables.md"]
+
+
+def test_report_leaves_a_folder_in_use_alone(program):
+    """A run that goes on there, or tasks.py: the tables are shown all the same. What is there is replaced whole, or not."""
+    write_log("a", "hmamba", [8, 3, 2.5, 2.1])
+    with data.hold("a"):
+        before = set(os.listdir("a"))
+        code, out, err = program(report, "a", "--out", "a")
+        assert code == 2 and "| hmamba |" in out
+        assert err.startswith(f"error: a is in use by process {os.getpid()} ") and err.count("\n") == 1
+        assert set(os.listdir("a")) == before
+    assert program(report, "a", "--out", "a")[0] == 0
+    files = {p: p.read_bytes() for p in Path("a").iterdir()}
+    write_log("b", "mamba", [8, 5, 3.5, 2.5])
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, limit[1]))
+    try:
+        code, out, err = program(report, "a", "b", "--out", "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 2 and "cannot write a: [Errno 27]" in err and "| mamba |" in out
+    assert {p: p.read_bytes() for p in Path("a").iterdir()} == files
 
 
 def test_report_of_one_run(program):
@@ -6112,6 +6157,7 @@ TASK_FAULTS = [
     *((["--lr", text], "--lr must be above 0") for text in ("0", "nan")),
     (["--device", "tpu"], "unknown device"),
     (["--wrong"], "--wrong"),
+    (["--out", ""], "--out '' must be a folder"),
     (["NANOHILBERT_BACKEND=tritn", "--model", "rnn,csp-fast"], "csp-fast: unknown NANOHILBERT_BACKEND 'tritn'"),
     (["NANOHILBERT_BACKEND=triton", "--model", "rnn,csp-fast"], "csp-fast: backend='triton'"),
     (["TORCHELASTIC_RUN_ID=1", "WORLD_SIZE=2"], "start it without torchrun"),
@@ -6174,6 +6220,49 @@ def test_extras_end_no_task(program, short_tasks, monkeypatch):
     monkeypatch.setattr(data, "replace_file", lambda *_: os.write(-1, b""))
     code, out, err = program(tasks, *QUICK, "--seeds", 7)
     assert code == 2 and "rnn on mod3, seeds 7" in out and "cannot write here/rnn-mod3-s7" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize(("name", "kind", "expected"), [
+    ("stdout", "full", 2), ("stdout", "pipe", 0), ("stdout", "terminal", 2), ("stderr", "terminal", 0),
+    ("stderr", "full terminal", 0),
+])  # fmt: skip
+def test_tasks_keep_their_results_whoever_reads(program, short_tasks, no_figures, monkeypatch, name, kind, expected):
+    """Two models: the stream breaks while the first trains."""
+    stream, close = broken_stream(kind)
+    breaks, update = [close], tasks.update
+    monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(tasks, "update", lambda *args: [breaks.pop()() for _ in breaks[:]] and None or update(*args))
+    code, _, err = program(tasks, *QUICK, "--model", "rnn,decoder", "--seeds", "1,2", "--epochs", 3)
+    saved = [f"{model}-mod3-s{seed}" for model in ("decoder", "rnn") for seed in (1, 2)]
+    assert sorted(p.parent.name for p in Path("here").glob("*/log.jsonl")) == saved
+    assert (code, err.count("\n")) == (expected, expected == 2)
+    assert "| rnn |" in Path("here/tables.md").read_text()
+
+
+@pytest.mark.parametrize("obstacle", ["file", "link", "read-only"])
+def test_a_folder_that_cannot_be_made_loses_no_training(program, short_tasks, no_figures, monkeypatch, obstacle):
+    """Said before the training; where it comes about meanwhile, the other seeds are saved."""
+    folder = Path("here/rnn-mod3-s1")
+
+    def obstruct():
+        folder.parent.mkdir(exist_ok=True)
+        if obstacle == "file":
+            folder.touch()
+        elif obstacle == "link":
+            folder.symlink_to("nowhere")
+        else:
+            folder.symlink_to("/proc")
+
+    real = tasks.train
+    monkeypatch.setattr(tasks, "train", lambda *args: obstruct() or real(*args))
+    code, out, err = program(tasks, *QUICK, "--seeds", "1-3")
+    assert code == 2 and "cannot write here/rnn-mod3-s1" in err and err.count("\n") == 1 and "rnn on mod3" in out
+    assert [Path(f"here/rnn-mod3-s{seed}/log.jsonl").exists() for seed in (2, 3)] == [True, True]
+    monkeypatch.setattr(tasks, "train", lambda *_: pytest.fail("it trained"))
+    code, out, err = program(tasks, *QUICK, "--seeds", "1-4")
+    assert (code, out) == (2, "") and "cannot write here/rnn-mod3-s1" in err and err.count("\n") == 1
+    assert not Path("here/rnn-mod3-s4").exists()
 
 
 def test_one_command_at_a_time_works_in_a_folder(program, short_tasks, no_figures):
