@@ -348,7 +348,8 @@ class HMamba(nn.Module):
         return ("omega", "psi0")
 
     def init_state(self, batch_size):
-        """The state before the first token: one tuple a layer. Its size does not depend on the sequence."""
+        """The state before the first token: one tuple a layer. Its size does not depend on the sequence.
+        Gradients reach psi0 through it, in one backward pass: a second one needs a new state, or a detached one."""
         return [layer.init_state(batch_size) for layer in self.layers]
 
     def forward(self, idx, targets=None, state=None):

@@ -278,7 +278,7 @@ def check_inputs(idx, targets, state, start):
 
 
 def fits(state, start, B):
-    """Whether a state has the structure of `start`, and its shapes but for the batch, which is B; None: or a tuple."""
+    """Whether a state has the structure of `start`, and its shapes but for the batch B; for None, None or a tuple."""
     if isinstance(start, torch.Tensor):
         return isinstance(state, torch.Tensor) and state.shape == (B, *start.shape[1:])
     if start is None or isinstance(start, int):

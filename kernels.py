@@ -32,9 +32,10 @@ The same inputs give the same bits. One exception: on CUDA the torch paths of Bo
 refuses there. The Triton kernels do not.
 
 The core of each torch and Triton path is one custom operator for torch.compile, autocast, activation checkpointing and DDP.
-Its gradients are those of backward() and torch.autograd.grad, once. It refuses forward mode (torch.autograd.forward_ad), double
-backward and the derivatives of torch.func (grad, vjp, jvp; vmap is allowed). They need backend="reference", and softmax
-attention sdpa_kernel(MATH) beside it. The references, "dual", "step" and "clamped" are plain PyTorch.
+Its gradients are those of backward() and torch.autograd.grad, once. It refuses forward mode (torch.autograd.forward_ad),
+double backward, and the derivatives of torch.func (grad, vjp, jvp), but not vmap. What it refuses needs
+backend="reference". PyTorch's softmax attention, in some models, needs sdpa_kernel(MATH) for it. The references, "dual",
+"step" and "clamped" are plain PyTorch.
 
 backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64, else
             "torch". "triton", "torch" and "reference" (float64 inside, in the same dtypes outside) force one; so does the
