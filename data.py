@@ -9,7 +9,7 @@
 corpus    one flat file of tokens (bytes: 256 of them). It is memory-mapped, and may be larger than memory. It is made
           whole or not at all, in a folder of its own, where meta.json records how far that came
 file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
-          it. Its first bytes show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
+          it. Its first 64 kB show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
 folder    its files, one after another, sorted by path. Hidden names, caches, folders of runs and what holds no text as
           it is are left out: the console and the log of a run say so
 split     the first 90 % is train, the next 5 % val, the last 5 % test; wikitext103 has its own
@@ -476,8 +476,8 @@ def obtain(source, path):
 # ----------------------------------------------------------------------------------------------------------------------
 # What files hold
 
-NOTHING = "it holds no text to train on"
-FOREIGN = {  # what no text begins with (offset, bytes): what it is, and what to do about it
+NOTHING = 'it holds no text to train on (--column "" takes the bytes of any file)'
+FOREIGN = {  # (offset, bytes) of what is no text and can be made one: what it is, and what to do about it
     (0, b"\x1f\x8b\x08"): ("gzip", "gunzip {}"),
     (4, b"1AY&SY"): ("bzip2", "bunzip2 {}"),
     (0, b"\xfd7zXZ\0"): ("xz", "unxz {}"),
@@ -488,49 +488,57 @@ FOREIGN = {  # what no text begins with (offset, bytes): what it is, and what to
     (0, b"SQLite format 3\0"): ("SQLite database", "sqlite3 {} .dump > FILE.txt"),
     (0, b"%PDF-"): ("PDF", "pdftotext {}"),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"): ("Office document", "soffice --convert-to txt {}"),
+    (0, b"\xff\xfe\0\0"): ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
     **dict.fromkeys([(0, b"\xff\xfe"), (0, b"\xfe\xff")], ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt")),
     (0, b"\x93NUMPY"): ("numpy array", "write GPT-2's tokens as little-endian uint16 to a file NAME.tokens"),
-    **dict.fromkeys([(0, b"\x80\x02\x8a\nl\xfc"), (0, b"\x80\x04\x95")], ("Python pickle", NOTHING)),
-    **dict.fromkeys([(3, b'\0\0\0\0\0{"'), (0, b"GGUF"), (0, b"\x89HDF\r\n")], ("weights of a model", NOTHING)),
-    **dict.fromkeys([(0, b"\x89PNG"), (0, b"\xff\xd8\xff"), (0, b"GIF8"), (8, b"WEBP")], ("image", NOTHING)),
-    **dict.fromkeys([(8, b"WAVE"), (0, b"OggS"), (0, b"ID3"), (4, b"ftyp")], ("sound or video", NOTHING)),
-    **dict.fromkeys([(0, b"\x7fELF"), (0, b"MZ\x90\0"), (0, b"\xcf\xfa\xed\xfe")], ("program", NOTHING)),
 }
-IN_ZIP = {  # a file that only such an archive holds: the same
-    "data.pkl": ("checkpoint of PyTorch", NOTHING),
+IN_ZIP = {  # the files that only such an archive holds; *: in its one folder
+    "*/data.pkl */version": ("checkpoint of PyTorch", NOTHING),
     "[Content_Types].xml": ("Office document", "soffice --convert-to txt {}"),
-    "mimetype": ("e-book or OpenDocument", "pandoc -t plain {} > FILE.txt"),
+    "mimetype META-INF/container.xml": ("e-book", "pandoc -t plain {} > FILE.txt"),
+    "mimetype META-INF/manifest.xml": ("OpenDocument", "soffice --convert-to txt {}"),
 }
+CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})  # as `file` judges
 LONGEST_LINE = 1 << 26  # bytes, of a JSON lines file
-STRINGS = ("string", "large_string", "string_view", "binary", "large_binary")  # types of a parquet column
 
 
 def kind_of(file, column):
-    """What an open file holds: ("bytes" | "zip" | "parquet" | "JSON lines", None), or what it is, and what to do."""
+    """What an open file holds: ("bytes" | "zip" | "parquet" | "JSON lines", None), or what it is, and what to do.
+
+    Its first 64 kB decide. Text, of any encoding, has no NUL in them and hardly a control character."""
     file.seek(0)
-    head = file.read(512)
-    for (offset, magic), found in FOREIGN.items():
-        if head.startswith(magic, offset):
-            return found
-    packed = "zip" if head.startswith((b"PK\3\4", b"PK\5\6")) else "parquet" if head.startswith(b"PAR1") else None
-    if packed and isinstance(file, zipfile.ZipExtFile):
-        return f"{packed} in a zip archive", "unzip it"
-    if packed == "zip":
-        with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told later
-            names = {name.rpartition("/")[2] for name in archive.namelist()}
-            return next((found for name, found in IN_ZIP.items() if name in names), ("zip", None))
-    if packed:
-        return packed, None
-    if head.startswith(b"{") and column:  # one object a line; of a single one it must be told by the column
+    head, tokens = file.read(1 << 16), str(file.name).lower().endswith(".tokens")
+    if not column and not tokens:
+        return "bytes", None
+    if b"\0" in head or 100 * (len(head) - len(head.translate(None, CONTROLS))) > len(head) or tokens:
+        for (offset, magic), found in FOREIGN.items():
+            if head.startswith(magic, offset):
+                return found
+        packed = "zip" if head.startswith((b"PK\3\4", b"PK\5\6")) else "parquet" if head.startswith(b"PAR1") else None
+        if packed and isinstance(file, zipfile.ZipExtFile):
+            return f"{packed} in a zip archive", "unzip it"
+        if packed == "zip":
+            with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told later
+                names = archive.namelist()
+                for members, found in IN_ZIP.items():
+                    if set(members.replace("*", "".join(names[:1]).partition("/")[0]).split()) <= set(names):
+                        return found
+        return ("GPT-2's tokens", None) if tokens else (packed, None) if packed else ("binary data", NOTHING)
+    start, rows = head.removeprefix(codecs.BOM_UTF8).lstrip(), []
+    if re.match(rb'\[\s*\{(?s:.*?)%s\s*:' % re.escape(json.dumps(column)).encode(), start):
+        return "JSON array", "jq -c '.[]' {} > FILE.jsonl"
+    if start.startswith(b"{"):  # one object a line; of a single one it must be told by the column
         file.seek(0)
-        rows = []
+        lines = filter(bytes.strip, iter(partial(file.readline, LONGEST_LINE), b""))
         with suppress(ValueError, RecursionError):
-            rows.extend(json.loads(file.readline(LONGEST_LINE)) for _ in range(2))
+            rows.extend(json.loads(line) for line in itertools.islice(lines, 2))
         if rows and column in rows[0]:
             return "JSON lines", None
-        if len(rows) == 2 and isinstance(rows[1], dict):
-            return f"JSON lines without a column {column}", f"name its column with --column: {', '.join(rows[0])}"
-    return "GPT-2's tokens" if str(file.name).endswith(".tokens") else "bytes", None
+        if len(rows) == 2 and rows[0] and isinstance(rows[1], dict):
+            strings = ", ".join(name for name, value in rows[0].items() if isinstance(value, str))
+            advice = 'name its column with --column, or "" for the lines as they are'
+            return f"JSON lines without a column {column}", f"{advice}: {strings or 'its first line has no string'}"
+    return "bytes", None
 
 
 def leave_out(left, name, kind, advice=NOTHING):
@@ -553,6 +561,13 @@ def is_run(folder):
         return file.read(len(header)) == header or any(folder.glob("*.pt"))
 
 
+def is_report(path):
+    """Whether a file holds the tables of report.py, diagnose.py or tasks.py."""
+    first = rb"Data: .*SHA-256|Runs of \d+ kinds|Trained at length \d+ for|### (Effective rank|Repetition|Phase coh)"
+    with open(path, "rb") as file:
+        return re.match(first, file.readline(1000)) is not None
+
+
 def list_files(root, stdlib=False):
     """[(path below root, size, mtime_ns), ...] of a folder or file, sorted by path; what is left out, {why: names}."""
     if not root.is_dir():
@@ -571,6 +586,9 @@ def list_files(root, stdlib=False):
             if path.name.startswith("."):
                 leave_out(left, name, "hidden")
                 continue
+            if link and not path.exists():
+                leave_out(left, name, "broken link")
+                continue
             # A link out could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
             if link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
                 raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
@@ -578,7 +596,10 @@ def list_files(root, stdlib=False):
             if any(os.path.samestat(info, stream) for stream in output):
                 leave_out(left, name, "output of this program")
             elif stat.S_ISREG(info.st_mode):
-                files.append((name, info.st_size, info.st_mtime_ns))
+                if path.name == "tables.md" and is_report(path):
+                    leave_out(left, name, "tables of runs")
+                else:
+                    files.append((name, info.st_size, info.st_mtime_ns))
             elif not stat.S_ISDIR(info.st_mode):
                 raise InputError(f"{path} is not a regular file: remove it from the folder")
             elif is_run(path):
@@ -649,13 +670,14 @@ def read_parquet(file, path, column):
     try:
         # With pre_buffer, or without the row group named, it reads ahead: memory would grow with the file.
         with ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
-            columns = {c.name: str(c.type) for c in table.schema_arrow}
-            if columns.get(column) not in STRINGS:
+            columns = {c.name: c.type for c in table.schema_arrow}
+            if not re.search(r"(?:^|<values=)(large_)?(string|binary)(_view)?(,|$)", str(columns.get(column))):
                 listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
                 raise InputError(f"{path} has no column of strings named {column} (--column); its columns: {listed}")
+            kind = getattr(columns[column], "value_type", columns[column])  # of a dictionary that of its values
             for group in range(table.num_row_groups):
                 for batch in table.iter_batches(1000, row_groups=[group], columns=[column]):
-                    yield batch.column(0).cast(pa.large_binary()).drop_null().to_pylist()
+                    yield batch.column(0).cast(kind).cast(pa.large_binary()).drop_null().to_pylist()
     except pa.ArrowException as e:
         raise InputError(f"{path} is not a readable parquet file ({' '.join(str(e).split())[:200]})") from None
 
@@ -1018,7 +1040,7 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     Args: name_or_path: a name in NAMED, a file, or a folder; seq: tokens per window, which every split must hold;
         verify: compare the hash of what was prepared; tokens: "bytes", or "gpt2" (a file NAME.tokens holds them ready,
         as little-endian uint16; others are converted); column: of parquet and JSON lines files, the one that holds the
-        text (default: text; "": JSON lines are bytes as others).
+        text (default: text; "": the bytes of any file).
     Returns: a Corpus. Raises: InputError for whatever is wrong with it.
     """
     if seq < 1:
@@ -1032,7 +1054,7 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
         if empty or path.stat().st_size == 0:
             besides = f" (left out: {left_out})" if left_out else ""
             raise InputError(f"{name_or_path} holds nothing to train on: give a file or folder of text{besides}")
-        ready = path.suffix == ".tokens" and not recipe
+        ready = path.suffix.lower() == ".tokens" and not recipe
         if ready and tokens != "gpt2":
             raise InputError(f"{path} holds GPT-2's tokens, as its name says: add --tokens gpt2")
         if ready:
@@ -1126,9 +1148,11 @@ def main():
                         help="tokens in a window; each split must hold one (default: 256)")  # fmt: skip
     parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or GPT-2's BPE (default: bytes)")
     parser.add_argument("--column", default="text", help="of parquet and JSON lines files: what holds the text "
-                        "(default: text); empty: JSON lines as they are")  # fmt: skip
+                        "(default: text); empty: the bytes of any file")  # fmt: skip
     parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
+    if args.corpus is None and args != parser.parse_args([]):
+        parser.error("name a corpus, a file or a folder")
     if args.corpus is None:
         for name, recipe in NAMED.items():
             print(f"{name:<12} {status(name)}: {recipe.about}")

@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import pty
 import re
 import resource
@@ -35,6 +36,7 @@ import time
 import tracemalloc
 import warnings
 import zipfile
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -2235,7 +2237,11 @@ def write_tree(root, files):
 
 
 def text(size, seed=0):
-    return np.random.RandomState(seed).bytes(size)
+    return np.random.RandomState(seed).randint(32, 127, size, "u1").tobytes()
+
+
+def binary(size):
+    return np.random.RandomState(0).bytes(size)
 
 
 def flip(content):
@@ -2253,9 +2259,12 @@ def joined(texts):
     return b"".join(t + b"\n\n" for t in texts)
 
 
-def parquet(path, texts, column="text", **options):
+DICTIONARY = pa.dictionary(pa.int32(), pa.string())
+
+
+def parquet(path, texts, column="text", kind=pa.string(), **options):
     """Writes a parquet file with two columns, 50 rows in a row group."""
-    columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), pa.string())}
+    columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), kind)}
     with open(path, "wb") as f:
         pq.write_table(pa.table(columns), f, **{"row_group_size": 50, "compression": "none"} | options)
     return path.read_bytes()
@@ -2268,7 +2277,7 @@ def zipped(path, members):
     return path.read_bytes()
 
 
-GZIP = b"\x1f\x8b\x08" + text(9000)
+GZIP = b"\x1f\x8b\x08" + binary(9000)
 
 
 def data_py(*argv):
@@ -2322,24 +2331,30 @@ FAULTS = [  # what lies in the folder, the command line, what the message has to
     # "x-secret" begins with "x", yet is not in it
     (lambda x: (write_tree(x.parent, {"x/a": b"", "x-secret": b""}) / "x/b").symlink_to("../x-secret"), ["x"], "b is"),
     (lambda x: x.symlink_to("nowhere"), ["x"], "no corpus 'x'"),
-    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("nowhere"), ["x"], "No such file"),
-    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("b"), ["x"], "cannot read x"),
+    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("nowhere"), ["x"], "(left out: broken link: b)"),
+    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("b"), ["x"], "(left out: broken link: b)"),
+    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("/no/where"), ["x"], "(left out: broken link: b)"),
+    (None, ["--verify"], "name a corpus, a file or a folder (see"),
+    (None, ["--column", "a"], "name a corpus, a file or a folder (see"),
     (lambda x: write_tree(x.parent, {"cache/a": text(900)}), ["cache"], "where prepared corpora are kept"),
     (lambda x: write_tree(x, {"log.jsonl": b"{}", "last.pt": b""}), ["x"], "where a run and its checkpoints are kept"),
     (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "text (left out: gzip (gunzip FILE): a, b)\n"),
-    (lambda x: write_tree(x, {"a": b'{"b": 1}\n' * 2, "c": b'{"d": 1}\n' * 2}), ["x"], "with --column): a, c)"),
-    (lambda x: write_tree(x, {"a.tokens": text(900)}), ["x"], "GPT-2's tokens (name such a file alone): a.tokens"),
+    (lambda x: write_tree(x, {"a": b'{"b": 1}\n' * 2, "c": b'{"d": 1}\n' * 2}), ["x"], "as they are): a, c)"),
+    (lambda x: write_tree(x, {"a.TOKENS": text(900)}), ["x"], "GPT-2's tokens (name such a file alone): a.TOKENS"),
     (lambda x: parquet(x, []), ["x"], "x holds nothing to train on"),
     (lambda x: parquet(x, documents(9), "body"), ["x"], "text (--column); its columns: id (int64), body (string)"),
     (lambda x: parquet(x, documents(9), "body"), ["x", "--column", "id"], "no column of strings named id"),
-    (lambda x: x.write_bytes(b"PAR1" + text(9000)), ["x"], "not a readable parquet file"),
+    (lambda x: x.write_bytes(b"PAR1" + binary(9000)), ["x"], "not a readable parquet file"),
     (lambda x: x.write_bytes(parquet(x, documents(99))[:-9]), ["x"], "not a readable parquet file"),
     (lambda x: x.write_bytes(zipped(x, {"a": text(9000)})[:-30]), ["x"], "damaged or encrypted zip"),
     (lambda x: x.write_bytes(flip(zipped(x, {"a": text(9000)}))), ["x"], "damaged or encrypted zip"),
     (lambda x: zipped(x, {"a": zipped(x, {"b": b""})}), ["x"], "zip in a zip archive (unzip it): x/a"),
     (lambda x: zipped(x, {"a": parquet(x, documents(9))}), ["x"], "parquet in a zip archive (unzip it): x/a"),
     (lambda x: x.write_bytes(b'{"text": "a"}\n' * 9 + b'{"text": 3}\n'), ["x"], "x, line 10: no JSON with a string"),
-    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], "without a column text): name its column with --column: id"),
+    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], "as they are: its first line has no string"),
+    (lambda x: x.write_bytes(b'{"id": 1, "a": "", "b": ""}\n' * 900), ["x"], 'with --column, or "" for the lines as they '
+     "are: a, b\n"),
+    (lambda x: x.write_bytes(b'[{"id": 1, "text": "a"},\n' + b'{"text": "b"}]'), ["x"], "jq -c '.[]' x > FILE.jsonl"),
     (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x", "--column", "id"], "line 1: no JSON with a string named id"),
 ]
 
@@ -2453,9 +2468,14 @@ def json_lines(path, texts, column="text"):
 CONVERTED = {  # how it is written; what it becomes; further arguments
     "parquet": (lambda p: parquet(p, DOCUMENTS), joined(t for t in DOCUMENTS if t is not None), {}),
     "zstd": (lambda p: parquet(p, DOCUMENTS[:-3], compression="zstd", row_group_size=7), joined(DOCUMENTS[:-3]), {}),
+    "dictionary": (lambda p: parquet(p, DOCUMENTS, kind=DICTIONARY), joined(t for t in DOCUMENTS if t is not None), {}),
     "strings": (lambda p: parquet(p, DOCUMENTS[:-3], use_dictionary=False), joined(DOCUMENTS[:-3]), {}),
     "column": (lambda p: parquet(p, DOCUMENTS[:-3], "body"), joined(DOCUMENTS[:-3]), {"column": "body"}),
     "jsonl": (lambda p: json_lines(p, DOCUMENTS), joined(t for t in DOCUMENTS if t is not None), {}),
+    "jsonl BOM": (lambda p: p.write_bytes(b'\xef\xbb\xbf{"text": "' + text(9000).hex().encode() + b'"}\n{"text": ""}'),
+                  joined([text(9000).hex().encode(), b""]), {}),
+    "jsonl blank": (lambda p: p.write_bytes(b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900),
+                    joined([b"a"] + [b"b"] * 900), {}),
     "jsonl column": (lambda p: json_lines(p, DOCUMENTS[:-3], "body"), joined(DOCUMENTS[:-3]), {"column": "body"}),
     "zip": (
         lambda p: zipped(p, {"b": text(5000), "a/c": text(4000, seed=1), ".git/x": b"no", "a/.DS_Store": b"no"}),
@@ -2495,35 +2515,52 @@ def test_data_json_that_is_no_table(cache, tmp_path):
     assert data.load(tmp_path / "x", 16, column="").tokens.tobytes() == (tmp_path / "x").read_bytes()
 
 
-KINDS = [  # the first bytes; what the message has to say
-    (b"\x1f\x8b\x08", "(gzip): gunzip x"),
-    (b"BZh91AY&SY", "(bzip2): bunzip2 x"),
-    (b"\xfd7zXZ\0", "(xz): unxz x"),
-    (b"\x28\xb5\x2f\xfd", "(Zstandard): unzstd x"),
-    (b"name".ljust(257, b"\0") + b"ustar", "(tar archive): tar -xf x"),
-    (b"7z\xbc\xaf\x27\x1c", "(7-Zip archive): 7z x x"),
-    (b"\x93NUMPY", "(numpy array): write GPT-2's tokens as little-endian uint16"),
-    (b"SQLite format 3\0", "(SQLite database): sqlite3 x"),
-    (b"%PDF-1.4", "(PDF): pdftotext x"),
-    (b"\xff\xfeh\0i\0", "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x"),
-    (b"\x89PNG\r\n", "(image): it holds no text"),
-    (b"\xff\xd8\xff\xe0", "(image): it holds no text"),
-    (b"\x7fELF", "(program): it holds no text"),
-    (b"\x80\x04\x95", "(Python pickle): it holds no text"),
-    ({"archive/data.pkl": b"x", "archive/data/0": b"x"}, "(checkpoint of PyTorch): it holds no text"),
-    ({"[Content_Types].xml": b"x", "word/document.xml": b"x"}, "(Office document): soffice --convert-to txt x"),
-]
+KINDS = {  # the first bytes, or the files of a zip archive; what the message has to say
+    "gzip": (b"\x1f\x8b\x08", "(gzip): gunzip x"),
+    "bzip2": (b"BZh91AY&SY", "(bzip2): bunzip2 x"),
+    "xz": (b"\xfd7zXZ\0", "(xz): unxz x"),
+    "zstd": (b"\x28\xb5\x2f\xfd", "(Zstandard): unzstd x"),
+    "tar": (b"name".ljust(257, b"\0") + b"ustar", "(tar archive): tar -xf x"),
+    "7z": (b"7z\xbc\xaf\x27\x1c", "(7-Zip archive): 7z x x"),
+    "numpy": (b"\x93NUMPY", "(numpy array): write GPT-2's tokens as little-endian uint16"),
+    "sqlite": (b"SQLite format 3\0", "(SQLite database): sqlite3 x"),
+    "pdf": (b"%PDF-1.4", "(PDF): pdftotext x"),
+    "UTF-16": (b"\xff\xfeh\0i\0", "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x"),
+    "UTF-32": ("hi".encode("utf-32"), "(UTF-32 text): iconv -f UTF-32 -t UTF-8 x"),
+    "torch": (dict.fromkeys(("a/data.pkl", "a/version", "a/data/0"), b"x"), "(checkpoint of PyTorch): it holds no text"),
+    "docx": (dict.fromkeys(("[Content_Types].xml", "word/a.xml"), b"x"), "(Office document): soffice --convert-to txt x"),
+    "epub": (dict.fromkeys(("mimetype", "META-INF/container.xml"), b"x"), "(e-book): pandoc -t plain x"),
+    "odt": (dict.fromkeys(("mimetype", "META-INF/manifest.xml"), b"x"), "(OpenDocument): soffice --convert-to txt x"),
+}
+TOKENS_BIN = np.random.RandomState(0).randint(0, 50257, 9000).astype("<u2").tobytes()
+BINARY = {  # files whole: what they hold is no text, and cannot be made one
+    "compressed": zlib.compress(binary(9000)),
+    "pickle": pickle.dumps(["text"] * 9),
+    "old tar": b"a.txt".ljust(512, b"\0") + text(9000),
+    "cpio": b"070707" + b"0" * 70 + b"a.txt\0" + text(9000),
+    "UTF-16": ("text " * 900).encode("utf-16-le"),
+    "UTF-16, Chinese": ("\u751f\u5b58\u8fd8\u662f\u6bc1\u706d\uff0c\u8fd9\u662f\u3002" * 900).encode("utf-16-be"),
+    "UTF-32": ("text " * 900).encode("utf-32-be"),
+    "NUL": bytes(9000),
+    "tokens": TOKENS_BIN,
+    "JPEG": b"\xff\xd8\xff\xe0" + binary(9000),
+    "WAVE": b"RIFF\0\1\0\0WAVEfmt " + binary(9000),
+    "program": b"\x7fELF" + binary(9000),
+    "late": text(60_000) + binary(9000),
+}
+KINDS |= {name: (content, "(binary data): it holds no text to train on") for name, content in BINARY.items()}
 
 
-@pytest.mark.parametrize("content, message", KINDS, ids=[message[1:9] for _, message in KINDS])
-def test_data_that_is_no_text(content, message, cache, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_that_is_no_text(kind, cache, tmp_path, monkeypatch, capsys):
     """Alone it is refused; in a folder, and in an archive, it is left out, and that is said once and in the log."""
+    content, message = KINDS[kind]
     monkeypatch.chdir(tmp_path)
     data.note_once.cache_clear()
     if isinstance(content, dict):
         zipped(Path("x"), content)
     else:
-        Path("x").write_bytes(content + text(9000))
+        Path("x").write_bytes(content + binary(9000) * (kind not in BINARY))
     assert f"x cannot be read as it is {message}" in refused(["x"], capsys)
     assert not cache.exists()
     write_tree(Path("folder"), {"a.txt": text(5000), "z/x.txt": Path("x").read_bytes()})
@@ -2536,6 +2573,29 @@ def test_data_that_is_no_text(content, message, cache, tmp_path, monkeypatch, ca
         zipped(Path("y"), {"a": text(5000), "x": Path("x").read_bytes()})
         corpus = data.load("y", 16)
         assert corpus.tokens.tobytes() == text(5000) and "y/x" in corpus.left_out
+    assert data.load("x", 1, column="").tokens.tobytes() == Path("x").read_bytes()  # all the same
+    assert data.load("folder", 16, column="").tokens.tobytes() == text(5000) + Path("x").read_bytes()
+
+
+BEGINNINGS = [  # texts; and what formats of other files begin with
+    "ID3 is an algorithm", "GGUF is a file format", "What is WEBP", "The ftyp box", "Physics WAVE", "OggS is",
+    "GIF87a and GIF89a", "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "Rar!", "BM", "7z", "MZ", "RIFF",
+    "{}\n{}\n", "[1, 2]\n", "[{\"a\": 1}]", "\ufeff", "\x1b[1mbold\x1b[0m \f\b\x1a", "быть", "生存", "🙂",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_data_text_is_text_whatever_it_begins_with(beginning, cache, tmp_path):
+    for encoding in ("utf-8",) if not beginning.isascii() else ("utf-8", "latin-1", "cp1252"):
+        content = (beginning + " na\u00efve caf\u00e9" * 9000).encode(encoding)
+        for end in (content, content[: 1 << 16]):
+            (tmp_path / "x").write_bytes(end)
+            assert data.load(tmp_path / "x", 16).path == tmp_path / "x", encoding
+
+
+def test_data_zip_with_names_of_other_archives(cache, tmp_path):
+    zipped(tmp_path / "x", {"notes/mimetype": text(900), "notes/data.pkl": text(900), "notes/a": text(900)})
+    assert data.load(tmp_path / "x", 16).tokens.tobytes() == text(900) * 3
 
 
 # ---- folders ----
@@ -2570,6 +2630,9 @@ def test_data_folder_is_joined_in_order_of_path(cache, tmp_path, monkeypatch):
 def test_data_never_reads_runs_caches_and_hidden_files(tmp_path, monkeypatch, capsys):
     """What a run and its program write into the folder that they read; they may grow, and the corpus stays the same."""
     folder = write_tree(tmp_path / "x", {"a": text(9000), "notes/log.jsonl": text(900), "notes/x": text(900)})
+    tables = sorted(ROOT.glob("results/**/tables.md"))
+    write_tree(folder, {f"figs/{n}/tables.md": path.read_bytes() for n, path in enumerate(tables)})
+    write_tree(folder, {"figs/tables.md.bak": b"", "figs/0/curves.png": b"\x89PNG\0"})
     names = "sweep/r/log.jsonl", "sweep/r/last.pt", "env/pyvenv.cfg", "env/lib.py", "__pycache__/a.pyc", ".git/x", ".e"
     write_tree(folder, dict.fromkeys(names, b"x") | {"runs/r/log.jsonl": b'{"event": "header", "step": 0}\n'})
     monkeypatch.setenv("NANOHILBERT_DATA", str(folder / "cache"))
@@ -3320,11 +3383,11 @@ def test_data_memory_stays_small(cache, tmp_path):
     with open(tmp_path / "x" / "a", "wb") as f:
         f.truncate(64 << 20)
     tracemalloc.start()
-    corpus = data.load(tmp_path / "big", 256)
+    corpus = data.load(tmp_path / "big", 256, column="")
     tokens = corpus.split("train")
     n = data.num_windows(tokens, 256)
     x, y = data.get_windows(tokens, 256, np.append(data.eval_index(n, 29), n - 1))
-    assert len(data.load(tmp_path / "x", 256).sha256) == 64
+    assert len(data.load(tmp_path / "x", 256, column="").sha256) == 64
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert n == (8 * 2**30 * 90 // 100 - 1) // 256 and x.shape == y.shape == (30, 256)
