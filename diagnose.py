@@ -15,7 +15,6 @@ import codecs
 import math
 import os
 import statistics
-import warnings
 from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -305,10 +304,9 @@ def plot_phases(z, labels, title, path):
     """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T)."""
     layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
     titles = [f"layer {layer}" for layer in layers]
-    with warnings.catch_warnings(), figure(path, title, titles, height=2, colours=256) as axes:
+    with figure(path, title, titles, height=2, colours=256) as axes:
         import matplotlib
 
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a character that the font does not have is a box
         for ax, layer in zip(axes, layers):
             shown = z[layer, :MOST_HEADS, :MOST_ROWS].numpy()
             heads, rows, T = shown.shape

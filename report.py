@@ -23,6 +23,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -211,7 +212,8 @@ def style(label):
 @contextmanager
 def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="", colours=128, **shared):
     """Yields a list of axes, one for each title in `panels`, that become the PNG `path` when the block ends, over one
-    legend of all that has a label. Drawn by Agg in matplotlib's own style, whatever MPLBACKEND and matplotlibrc say.
+    legend of all that has a label, as it is: $ is no formula. Drawn by Agg in matplotlib's own style, whatever
+    MPLBACKEND and matplotlibrc say.
     height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple; colours: kept."""
     backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
     try:
@@ -233,16 +235,21 @@ def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="
         for ax in axes[len(panels) :]:
             ax.axis("off")
         yield axes[: len(panels)]
-        labelled = {name: a for ax in axes for a, name in zip(*ax.get_legend_handles_labels())}
+        handles = [pair for ax in axes for pair in zip(*ax.get_legend_handles_labels())]
+        labelled = {name.encode(errors="replace").decode(): handle for handle, name in handles}
         across = max(1, min(len(labelled), int(128 / (11 + max(map(len, labelled), default=0)))))
         lines, title = -(-len(labelled) // across), textwrap.fill(title, 108)
         fig.set_size_inches(7.5, height * rows + 0.2 * lines + 0.15 * title.count("\n") + 0.3)
-        fig.suptitle(title, fontsize=9)
+        fig.suptitle(title.encode(errors="replace").decode(), fontsize=9, parse_math=False)
         if labelled:
-            fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
+            legend = fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
+            for label in legend.get_texts():
+                label.set_parse_math(False)
         with explain(f"write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fig.savefig(drawn := io.BytesIO(), format="png")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
+                fig.savefig(drawn := io.BytesIO(), format="png")
             image = Image.open(drawn).convert("RGB").quantize(colours)  # a third of the bytes
             replace_file(path, lambda f: image.save(f, "png", optimize=True))
 

@@ -19,7 +19,7 @@ the mean over positions and 1,000 sequences.
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
 repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). Settings as in train.py:
 csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped, and no two
-commands work in one folder at the same time.
+commands work in one folder at the same time. A figure that cannot be drawn is told, and fails no command.
 """
 
 import json

@@ -3984,6 +3984,18 @@ def test_extras_end_no_run(program, monkeypatch, tmp_path):
         assert report.read_log(folder)[0]["git"] is None
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_revision_is_that_of_this_code(tmp_path, monkeypatch):
+    """Git hooks, and some shells, name a repository of their own."""
+    run = partial(subprocess.run, check=True, cwd=tmp_path, capture_output=True, text=True)
+    run(["git", "init", "-q"])
+    run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "other"])
+    expected = report.provenance(torch.device("cpu"), 1)["git"]
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
+    assert report.provenance(torch.device("cpu"), 1)["git"] == expected
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and flock")
 def test_one_writer_a_run_folder(program, straight, monkeypatch):
     """The second start says who holds the folder, and touches nothing. The lock dies with its process."""
@@ -5484,7 +5496,7 @@ def test_diagnostics_of_runs(merges, program, tmp_path):
     assert f"| sam-gpt2 | tokens | {diagnose.SAMPLING['sample']} | 1 |" in out
 
 
-def test_faults_of_diagnostics(merges, program, tmp_path):
+def test_faults_of_diagnostics(merges, program, tmp_path, monkeypatch):
     """Each is one line, before anything is written."""
     flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--eval_seqs", 2, "--steps", 1]
     assert program(train, "--model", "pam:D=4:L=1:H=1:d=4", *flags, "--out", "pam")[0] == 0
@@ -5504,8 +5516,15 @@ def test_faults_of_diagnostics(merges, program, tmp_path):
         (["pam", "--text", "nowhere"], "cannot read --text nowhere"),
         (["pam", "--text", "empty"], "the text to draw phases over is empty"),
         (["pam", "--text", "empty", "--prompt", "x"], "not allowed with"),
+        (["pam", "--out", ""], "--out '' must be a folder"),
+        (["pam", "--prompt", "x", "--out", "x.png"], "--out x.png must be a folder"),
+        (["NANOHILBERT_BACKEND=foo", "pam"], "unknown NANOHILBERT_BACKEND 'foo'"),
+        (["NANOHILBERT_BACKEND=foo", "pam", "--prompt", "x"], "unknown NANOHILBERT_BACKEND 'foo'"),
     ):
-        code, _, err = program(diagnose, *argv)
+        with monkeypatch.context() as patch:
+            if "=" in argv[0]:
+                patch.setenv(*argv.pop(0).split("="))
+            code, _, err = program(diagnose, *argv)
         assert (code, err.count("\n"), err.startswith("error: ")) == (2, 1, True), err
         assert message in err
     assert not Path("diagnostics").exists()
@@ -5560,6 +5579,21 @@ def test_phases_over_a_text(program, drawn, tmp_path):
     assert (hue - psi.angle().item() / (2 * math.pi) - 0.5 + 0.5) % 1 - 0.5 == pytest.approx(0, abs=0.02)
     program(diagnose, "hmamb", "--text", "text.txt", "--out", "figures")
     assert len(drawn["phases-hmamb.png"][0].get_xticklabels()) == 64
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"r\xff"), "$a_$", "\u4e2d"], ids=ascii)
+def test_a_run_may_have_any_name(program, tmp_path, name):
+    """Every figure of it, every line of its tables."""
+    model = make("pam:D=8:L=2:H=1:d=4")
+    Path(name).mkdir()
+    meta = {"spec": "pam", "size": "tiny", "config": dataclasses.asdict(model.config), "data": {}, "settings": {}}
+    sample.save_checkpoint(tmp_path / name / "best.pt", meta | {"time_s": 0.0}, model, None, 1, {})
+    code, out, err = program(diagnose, name, "--prompt", "text", "--out", "figures")
+    assert (code, err) == (0, "")
+    assert os.listdir("figures") == [f"phases-{name}.png"]
+    diagnose.plot_repetition({name: ("pam", [1], dict.fromkeys(diagnose.PAPER_REPETITION, [0.5]))}, tmp_path / "a.png")
+    assert report.write_report(f"| {name} |", {}, tmp_path / "tables") == [tmp_path / "tables/tables.md"]
+    assert f"| {name.encode(errors='replace').decode()} |\n" == Path("tables/tables.md").read_text(encoding="utf-8")
 
 
 # ---- GPT-2's tokens ----
