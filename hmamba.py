@@ -287,9 +287,9 @@ def check_inputs(idx, targets, state, start):
 def fits(state, start, B):
     """Whether a state has the structure of `start`, and its shapes but for the batch, which is B."""
     if isinstance(start, torch.Tensor):
-        return isinstance(state, torch.Tensor) and state.shape == (B, *start.shape[1:])
-    same_length = isinstance(state, (list, tuple)) and len(state) == len(start)
-    return same_length and all(fits(part, like, B) for part, like in zip(state, start))
+        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
+        return is_float and state.shape == (B, *start.shape[1:])
+    return isinstance(state, (list, tuple)) and len(state) == len(start) and all(map(fits, state, start, len(start) * [B]))
 
 
 class Readout(nn.Module):

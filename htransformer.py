@@ -152,8 +152,9 @@ def softmax_attention(q, k, v, cache):
     if cache is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y, (k, v) if y.requires_grad else (k.clone(), v.clone())
-    places = k.shape[:2], k.shape[3:]
-    if len(cache) != 2 or any(x is None or (x.shape[:2], x.shape[3:]) != places for x in cache):
+    given = [x.shape for x in cache if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    pair = len(cache) == len(given) == 2 and given[0] == given[1]
+    if not pair or given[0][:2] + given[0][3:] != k.shape[:2] + k.shape[3:]:
         raise ValueError(f"keys and values of the state do not go with keys (B, heads, T, width) of {tuple(k.shape)}")
     k, v = torch.cat((cache[0].to(k.dtype), k), 2), torch.cat((cache[1].to(v.dtype), v), 2)
     T, S = q.shape[2], k.shape[2]
@@ -280,11 +281,11 @@ def check_inputs(idx, targets, state, start):
 def fits(state, start, B):
     """Whether a state has the structure of `start`, and its shapes but for the batch B; for None, None or a tuple."""
     if isinstance(start, torch.Tensor):
-        return isinstance(state, torch.Tensor) and state.shape == (B, *start.shape[1:])
+        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
+        return is_float and state.shape == (B, *start.shape[1:])
     if start is None or isinstance(start, int):
         return isinstance(state, int if start is not None else (tuple, type(None)))
-    same_length = isinstance(state, (list, tuple)) and len(state) == len(start)
-    return same_length and all(fits(part, like, B) for part, like in zip(state, start))
+    return isinstance(state, (list, tuple)) and len(state) == len(start) and all(map(fits, state, start, len(start) * [B]))
 
 
 class HTransformer(nn.Module):

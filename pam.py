@@ -309,11 +309,11 @@ def check_inputs(idx, targets, state, start):
 def fits(state, start, B):
     """Whether a state has the structure of `start`, and its shapes but for the batch, which is B. None there: None."""
     if isinstance(start, torch.Tensor):
-        return isinstance(state, torch.Tensor) and state.shape == (B, *start.shape[1:])
+        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
+        return is_float and state.shape == (B, *start.shape[1:])
     if start is None or isinstance(start, int):
         return isinstance(state, type(start))
-    same_length = isinstance(state, (list, tuple)) and len(state) == len(start)
-    return same_length and all(fits(part, like, B) for part, like in zip(state, start))
+    return isinstance(state, (list, tuple)) and len(state) == len(start) and all(map(fits, state, start, len(start) * [B]))
 
 
 class PAM(nn.Module):
