@@ -967,12 +967,6 @@ def task_figures(groups):
     return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": dynamics}
 
 
-def task_report(logs, out):
-    """Writes tables and figures into the folder `out`, which the caller holds. Returns the tables, and the paths."""
-    text = task_tables(logs)
-    return text, write_report(text, task_figures(group_tasks(logs)), out)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # PAM: the paper's metric and its scaling fits (PAM section III)
 

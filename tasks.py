@@ -461,9 +461,13 @@ def main():
                 run_group(group[i : i + together], out, device)
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
         logs = finished_logs(out, report.protocol([{"settings": asdict(groups[0][0])}]))
-        text, paths = report.task_report(logs, out)
+        text, paths = report.task_tables(logs), []
         shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
-        print(f"{shown}\n\nwrote {', '.join(map(str, paths))}")
+        try:
+            paths = report.write_report(text, report.task_figures(report.group_tasks(logs)), out)
+        finally:  # shown also where they cannot be written
+            with suppress(BrokenPipeError):
+                print(shown, f"\nwrote {', '.join(map(str, paths))}" if paths else "", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -6326,6 +6326,9 @@ def test_extras_end_no_task(program, short_tasks, monkeypatch):
     assert code == 0 and "| rnn |" in out and "rnn on mod3, seeds 42" in out
     assert err == "error: seeds.png not drawn: ZeroDivisionError('division by zero')\n"
     assert all(0 <= e["time_s"] < 1000 for e in report.read_log("here/rnn-mod3-s42"))
+    monkeypatch.setattr(report, "replace_file", lambda *_: os.write(-1, b""))
+    code, out, err = program(tasks, *QUICK)
+    assert code == 2 and "| rnn |" in out and "error: cannot write here: [Errno 9]" in err and "wrote" not in out
     monkeypatch.setattr(data, "replace_file", lambda *_: os.write(-1, b""))
     code, out, err = program(tasks, *QUICK, "--seeds", 7)
     assert code == 2 and "rnn on mod3, seeds 7" in out and "cannot write here/rnn-mod3-s7" in err
