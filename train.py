@@ -27,6 +27,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -345,7 +346,11 @@ def try_step(s, corpus, device):
         raise InputError(f"{s.model} cannot be trained here: {e}") from None
     if s.compile:
         try:
-            torch.compile(lambda x: x + 1, options={"force_disable_caches": True})(torch.zeros(2, device=device))
+            import torch._inductor.config as inductor
+
+            with inductor.patch(force_disable_caches=True), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there is no cache: what it holds needs no compiler
+                torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
         except Exception as e:  # the compilers raise many kinds
             why = " ".join(str(e).split())[:160]
             raise InputError(f"PyTorch cannot compile here ({why}): install a compiler, or drop --compile") from None
