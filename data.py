@@ -911,16 +911,6 @@ VOCAB_BPE = Source(
              f"{HUB}/openai-community/gpt2/resolve/main/merges.txt"),
 )  # fmt: skip
 WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
-# Text may be cut where a piece of the pattern ends whatever follows: before blanks, and before the last of several;
-# between a letter or digit and punctuation, a letter and a digit. All Unicode gives these characters the same class.
-BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-LETTER = r"A-Za-z\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
-MARK = r"!-/:-@\[-`{-~\u3001\u3002\uff01-\uff0f\uff1a-\uff20"
-CUT = (
-    rf"(?<=[^{BLANK}])(?=[{BLANK}])|(?<=[{BLANK}])(?=[{BLANK}][^{BLANK}])"
-    rf"|(?<=[0-9{LETTER}])(?=[{MARK}])|(?<=[{LETTER}])(?=[0-9])|(?<=[0-9])(?=[{LETTER}])"
-)
-LAST_CUT = re.compile(f"(?s:.*)(?:{CUT})")  # from the start to the last cut
 BLOCK = 200_000  # bytes encoded at once: longer strings are slower
 LONGEST_PIECE = 400_000  # bytes: tiktoken fails on a million blanks in a row, and takes memory for a long piece
 TOKENS = ("bytes", "gpt2")
@@ -945,6 +935,27 @@ def gpt2_encoding():
         ranks[b"".join(letters[c] for c in line.replace(" ", ""))] = len(ranks)
     special = {"<|endoftext|>": GPT2_VOCAB - 1}
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+@lru_cache(maxsize=1)
+def last_cut():
+    """A compiled pattern: text up to the last place where a piece of GPT2_PATTERN ends whatever follows: before blanks,
+    and before the last of several; between a letter or number and what is neither; between a letter and a number."""
+    import tiktoken
+
+    every = "".join(map(chr, (*range(0xD800), *range(0xE000, 1 << 16), *range(0x1F300, 0x1FB00))))  # and emoji
+
+    def characters(pattern):
+        """Those that tiktoken's own Unicode says are such, as ranges: it may be another than Python's."""
+        encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={bytes([b]): b for b in range(256)},
+                                     special_tokens={})  # fmt: skip
+        found = map(ord, bytes(encoding.encode_ordinary(every)).decode())
+        runs = (list(run) for _, run in itertools.groupby(enumerate(found), lambda pair: pair[1] - pair[0]))
+        return "".join(rf"\U{run[0][1]:08x}-\U{run[-1][1]:08x}" for run in runs)
+
+    B, L, N, M = map(characters, (r"\s", r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]"))
+    cut = rf"(?<=[^{B}])(?=[{B}])|(?<=[{B}])(?=[{B}][^{B}])|(?<=[{L}{N}])(?=[{M}])|(?<=[{L}])(?=[{N}])|(?<=[{N}])(?=[{L}])"
+    return re.compile(f"(?s:.*)(?:{cut})")
 
 
 def codec(vocab_size):
@@ -976,7 +987,7 @@ def encode_blocks(file, size, path, begin):
         except UnicodeDecodeError as e:
             raise InputError(f"{path} is not UTF-8 text: byte {begin + e.start:,}") from None
         if not last:
-            found = LAST_CUT.match(text)
+            found = last_cut().match(text)
             text = text[: found.end()] if found else ""
         if not text and len(raw) > LONGEST_PIECE:
             raise InputError(f"{path} cannot be cut into GPT-2's tokens: byte {begin:,} begins a word, or a blank, of "

@@ -5665,8 +5665,9 @@ def test_tokens_do_not_depend_on_where_text_is_cut(block, merges, monkeypatch):
     monkeypatch.setattr(data, "BLOCK", block)
     encoding, random = data.gpt2_encoding(), np.random.RandomState(0)
     pieces = [*" \n\r\t\x1c\u00a0\u3000'.,=-1éя中。🙂½٣\u0301", "\r\n", "  ", "'s", "'ll", "the", "ก็"]
-    for _ in range(400):
-        text = "".join(random.choice(pieces, random.randint(1, 40)))
+    for trial in range(800):
+        others = [chr(c) for c in random.randint(0, 0x30000, 40) if not 0xD800 <= c < 0xE000]  # of any script
+        text = "".join(random.choice(pieces + others * (trial % 2), random.randint(1, 40)))
         raw = text.encode()
         found = [t for tokens in data.encode_blocks(io.BytesIO(raw), len(raw), "x", 0) for t in tokens]
         assert found == encoding.encode_ordinary(text), text
@@ -5675,8 +5676,10 @@ def test_tokens_do_not_depend_on_where_text_is_cut(block, merges, monkeypatch):
 @pytest.mark.parametrize(
     "line",
     ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。", "🙂 🙂🙂\n", "aGVsbG8gd29ybGQ0", "007,",
-     "a" * 300_000 + " " * 300_000],
-    ids=["CRLF", "Russian", "Chinese", "emoji", "base64", "digits", "long"],
+     "a" * 300_000 + " " * 300_000, "слово,", '{"ключ":"слово"}', "αβγ١٢٣", "จะอยู่หรือไม่อยู่", "រស់ឬមិនរស់", "ဖြစ်သည်", "ཡིན་ནམ་མིན་",
+     "होनायानहोना", "أَكون،", "слово🙂"],
+    ids=["CRLF", "Russian", "Chinese", "emoji", "base64", "digits", "long", "words", "JSON", "numbers", "Thai", "Khmer",
+         "Burmese", "Tibetan", "Hindi", "Arabic", "words and emoji"],
 )  # fmt: skip
 def test_tokens_take_little_memory(line, merges, monkeypatch):
     """No more than a megabyte is encoded at once, of any text."""
