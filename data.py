@@ -193,6 +193,12 @@ def hash_file(path, file=None):
     return digest.hexdigest()
 
 
+def stamp_of(file):
+    """(size, mtime_ns, ctime_ns) of an open file: no write leaves them all, even where mtime is set back."""
+    info = os.fstat(file.fileno())
+    return info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
 @dataclass
 class Corpus:
     name: str  # safe for a folder name: "stdlib", or the path's stem with odd characters replaced by _
@@ -201,13 +207,14 @@ class Corpus:
     record: dict = field(default_factory=dict)  # meta.json of a converted corpus
     vocab_size: int = 256
     file: object = None  # the mapped file, held open: its path may become the name of another one
-    stamp: tuple | None = None  # (size, mtime_ns) of it when it was mapped
+    stamp: tuple | None = None  # (size, mtime_ns, ctime_ns) of it when it was mapped
     left_out: str = ""  # what the folder or archive holds besides, and why that is no data
     verified: bool = False  # its hash was compared with that of what was prepared
 
     @cached_property
     def sha256(self):
         """SHA-256 of the file, in hex: as recorded, or else read on first use, about a second per GB."""
+        self.check_unchanged()
         return self.record.get("sha256") or hash_file(self.path, self.file)
 
     def summary(self):
@@ -218,14 +225,14 @@ class Corpus:
     def check_unchanged(self):
         """Raises DataChanged if the mapped file is no longer what it was. Takes a microsecond.
 
-        It is judged by its size and time of change; where only the time differs, by its hash, if that was read before.
+        It is judged by its size and times of change; where only these differ, by its hash, if that was read before.
         To read a mapped file where it was cut ends the process with a bus error."""
-        info = os.fstat(self.file.fileno())
-        now, was = (info.st_size, info.st_mtime_ns), self.stamp
+        now, was = stamp_of(self.file), self.stamp
         if now == was:
             return
         known = self.record.get("sha256") or self.__dict__.get("sha256")
-        if now[0] != was[0] or known is None or hash_file(self.path, self.file) != known:
+        same = now[0] == was[0] and hash_file(self.path, self.file) == known if known else now[:2] == was[:2]
+        if not same:
             how = "was written to" if now[0] == was[0] else f"has {now[0]:,} bytes instead of {was[0]:,}"
             raise DataChanged(f"{self.path} {how} since the run began: its losses are of two texts; run it anew")
         self.stamp = now
@@ -954,7 +961,8 @@ def last_cut():
         return "".join(rf"\U{run[0][1]:08x}-\U{run[-1][1]:08x}" for run in runs)
 
     B, L, N, M = map(characters, (r"\s", r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]"))
-    cut = rf"(?<=[^{B}])(?=[{B}])|(?<=[{B}])(?=[{B}][^{B}])|(?<=[{L}{N}])(?=[{M}])|(?<=[{L}])(?=[{N}])|(?<=[{N}])(?=[{L}])"
+    cuts = (f"[^{B}]", f"[{B}]"), (f"[{B}]", f"[{B}][^{B}]"), (f"[{L}{N}]", f"[{M}]"), (f"[{L}]", f"[{N}]")
+    cut = "|".join(f"(?<={before})(?={after})" for before, after in (*cuts, cuts[-1][::-1]))
     return re.compile(f"(?s:.*)(?:{cut})")
 
 
@@ -1041,8 +1049,7 @@ def check_tokens(path):
 def map_file(name, path, dtype, record, vocab_size=256):
     """A Corpus of the numbers in a file, mapped. Nothing may write to it meanwhile: see Corpus.check_unchanged."""
     file = open(path, "rb")  # noqa: SIM115  open as long as the corpus
-    info = os.fstat(file.fileno())
-    return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, (info.st_size, info.st_mtime_ns))
+    return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, stamp_of(file))
 
 
 def load(name_or_path, seq, verify=False, tokens="bytes", column=None):

@@ -2757,23 +2757,27 @@ def test_data_stdlib_is_the_library_without_its_tests(cache, tmp_path, monkeypat
     assert corpus.tokens.tobytes() == b"".join(kept.values()) + b"5" * 900 and corpus.left_out == ""
 
 
-@pytest.mark.parametrize("how", ["written", "cut", "grown", "tokens"])
+@pytest.mark.parametrize("how", ["written", "cut", "grown", "tokens", "set back", "before it is hashed"])
 def test_data_changed_under_a_run(how, merges, tmp_path):
     """The corpus of a run is the one that it began with; what leaves its bytes as they are is no change."""
     path = tmp_path / "x"
     path.write_bytes(b"the a " * 9000)
     corpus = data.load(path, 64, tokens="gpt2" if how == "tokens" else "bytes")
-    assert len(corpus.sha256) == 64
-    corpus.check_unchanged()
-    os.utime(corpus.path, ns=(1, 1))
+    if how != "before it is hashed":
+        assert len(corpus.sha256) == 64
+        corpus.check_unchanged()
+        os.utime(corpus.path, ns=(1, 1))
+    corpus.path.chmod(0o600)
     corpus.check_unchanged()  # hashed: the same bytes
     content = corpus.path.read_bytes()
     with open(corpus.path, "r+b") as f:
         f.write(content[:-4] if how == "cut" else flip(content) + b"more" * (how == "grown"))
         if how == "cut":
             f.truncate()
+    if how == "set back":
+        os.utime(corpus.path, ns=(1, 1))
     with pytest.raises(data.DataChanged, match="instead of" if how in ("cut", "grown") else "was written to"):
-        corpus.check_unchanged()
+        corpus.summary() if how == "before it is hashed" else corpus.check_unchanged()
     path.write_bytes(b"the a " * 9000)
     corpus = data.load(path, 64)
     other = path.with_name("y")
