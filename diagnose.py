@@ -24,7 +24,7 @@ import torch
 
 import data
 import sample
-from data import InputError, Parser, cache_dir, command_line, explain
+from data import InputError, Parser, cache_dir, command_line, explain, hold
 from report import figure, markdown, mean_interval, parse_out, read_log, show_report, style
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -435,6 +435,9 @@ def main():
     if len({folder.name for folder in folders}) < len(folders):
         raise InputError("two runs have the same name, and figures are named after them: rename one")
     text, out = args.prompt, parse_out(args.out)
+    if out.exists():
+        with hold(out):  # else it would be refused after minutes of work
+            pass
     if args.text is not None:
         with explain(f"read --text {args.text}"), open(os.path.expanduser(args.text), "rb") as f:
             text = f.read(64 * MOST_TOKENS)

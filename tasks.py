@@ -18,8 +18,8 @@ the mean over positions and 1,000 sequences.
 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
 repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). Settings as in train.py:
-csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped, and no two
-commands work in one folder at the same time. A figure that cannot be drawn is told, and fails no command.
+csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped, and no
+two commands work in one folder at the same time. A figure that cannot be drawn is told, and fails no command.
 """
 
 import json
@@ -379,10 +379,11 @@ def run_group(group, out, device):
             faults.append(str(e))
     mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in group[0].lengths}
     skipped = sum(events[-1]["skipped"] for events in trained)
+    text = f"{group[0].model} on {group[0].task}, seeds {','.join(map(str, seeds))}: {trained[0][-1]['time_s']:.0f} s, "
+    text += f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
+    text += f"; {skipped} steps skipped, as their gradients were not finite" if skipped else ""
     with suppress(OSError):  # other runs are to follow
-        print(f"{group[0].model} on {group[0].task}, seeds {','.join(map(str, seeds))}: {trained[0][-1]['time_s']:.0f} s, "
-              f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
-              + f"; {skipped} steps skipped, as their gradients were not finite" * bool(skipped), flush=True)  # fmt: skip
+        print(text, flush=True)
     if faults:
         raise InputError("; ".join(faults))
 

@@ -4880,7 +4880,7 @@ def test_report_writes_its_files_whoever_reads(program, monkeypatch, kind, expec
 
 
 def test_report_leaves_a_folder_in_use_alone(program):
-    """A run that goes on there, or tasks.py: the tables are shown all the same. What is there is replaced whole, or not."""
+    """Where a run goes on, or tasks.py, the tables are only shown. What is there is replaced whole, or not at all."""
     write_log("a", "hmamba", [8, 3, 2.5, 2.1])
     with data.hold("a"):
         before = set(os.listdir("a"))
@@ -5535,6 +5535,9 @@ def test_faults_of_diagnostics(merges, program, tmp_path, monkeypatch):
         assert (code, err.count("\n"), err.startswith("error: ")) == (2, 1, True), err
         assert message in err
     assert not Path("diagnostics").exists()
+    with data.hold("tokens"):  # said before the work
+        code, out, err = program(diagnose, "pam", "--out", "tokens")
+        assert (code, out) == (2, "") and f"tokens is in use by process {os.getpid()}" in err
     Path("text.txt").write_text(Path("text.txt").read_text()[1:])
     code, _, err = program(diagnose, "pam", "--out", "x")
     assert (code, "text.txt is not the data of" in err) == (2, True)
