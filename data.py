@@ -86,13 +86,12 @@ class Extra:
     def __getattr__(self, name):
         return getattr(sys.stderr, name)
 
-    def write(self, text):
+    def write(self, text=""):
         with may_fail(sys.stderr):
             sys.stderr.write(text)
-
-    def flush(self):
-        with may_fail(sys.stderr):
             sys.stderr.flush()
+
+    flush = write
 
 
 EXTRA = Extra()
@@ -590,11 +589,8 @@ def list_files(root, stdlib=False):
             name, link = path.relative_to(root).as_posix(), path.is_symlink()
             if stdlib and (path.name in NOT_STDLIB or not (path.is_dir() or (path.suffix == ".py" and path.is_file()))):
                 continue
-            if path.name.startswith("."):
-                leave_out(left, name, "hidden")
-                continue
-            if link and not path.exists():
-                leave_out(left, name, "broken link")
+            if path.name.startswith(".") or (link and not path.exists()):
+                leave_out(left, name, "hidden" if path.name.startswith(".") else "broken link")
                 continue
             # A link out could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
             if link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):

@@ -2355,8 +2355,7 @@ FAULTS = [  # what lies in the folder, the command line, what the message has to
     (lambda x: zipped(x, {"a": parquet(x, documents(9))}), ["x"], "parquet in a zip archive (unzip it): x/a"),
     (lambda x: x.write_bytes(b'{"text": "a"}\n' * 9 + b'{"text": 3}\n'), ["x"], "x, line 10: no JSON with a string"),
     (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], "as they are: its first line has no string"),
-    (lambda x: x.write_bytes(b'{"id": 1, "a": "", "b": ""}\n' * 900), ["x"], 'with --column, or "" for the lines as they '
-     "are: a, b\n"),
+    (lambda x: x.write_bytes(b'{"id": 1, "a": "", "b": ""}\n' * 900), ["x"], '"" for the lines as they are: a, b\n'),
     (lambda x: x.write_bytes(b'[{"id": 1, "text": "a"},\n' + b'{"text": "b"}]'), ["x"], "jq -c '.[]' x > FILE.jsonl"),
     (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x", "--column", "id"], "line 1: no JSON with a string named id"),
 ]
@@ -2385,7 +2384,7 @@ class Broken(io.StringIO):
     flush, isatty = lambda self: self.write(""), lambda self: True
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EPIPE, None], ids=["EIO", "ENOSPC", "EPIPE", "closed"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EPIPE, None])  # None: closed
 def test_data_notes_and_bars_end_nothing(number, monkeypatch):
     stream = Broken(number) if number else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -2530,8 +2529,8 @@ KINDS = {  # the first bytes, or the files of a zip archive; what the message ha
     "pdf": (b"%PDF-1.4", "(PDF): pdftotext x"),
     "UTF-16": (b"\xff\xfeh\0i\0", "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x"),
     "UTF-32": ("hi".encode("utf-32"), "(UTF-32 text): iconv -f UTF-32 -t UTF-8 x"),
-    "torch": (dict.fromkeys(("a/data.pkl", "a/version", "a/data/0"), b"x"), "(checkpoint of PyTorch): it holds no text"),
-    "docx": (dict.fromkeys(("[Content_Types].xml", "word/a.xml"), b"x"), "(Office document): soffice --convert-to txt x"),
+    "torch": (dict.fromkeys(("a/data.pkl", "a/version", "a/data/0"), b"x"), "(checkpoint of PyTorch): it holds no"),
+    "docx": (dict.fromkeys(("[Content_Types].xml", "word/a.xml"), b"x"), "(Office document): soffice --convert-to txt"),
     "epub": (dict.fromkeys(("mimetype", "META-INF/container.xml"), b"x"), "(e-book): pandoc -t plain x"),
     "odt": (dict.fromkeys(("mimetype", "META-INF/manifest.xml"), b"x"), "(OpenDocument): soffice --convert-to txt x"),
 }

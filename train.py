@@ -88,7 +88,7 @@ class Settings:
     model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or GPT-2's BPE (default: bytes; gpt2: wikitext103, .tokens files)", choices=TOKENS)
-    column: str = flag(None, "what holds the text of parquet and JSON lines files (default: text); '': lines as they are")
+    column: str = flag(None, "what holds the text of parquet and JSON lines files (default: text); '': bytes of any file")
     size: str = flag(None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order, or a list")
     steps: int = flag(None, "optimizer steps of the schedule", int)
@@ -632,7 +632,7 @@ def load_data(s, checkpoint=None):
         now, was = broadcast_from_rank0(corpus.summary), checkpoint["meta"]["data"]
         if (now["size"], now["sha256"]) != (was["size"], was["sha256"]):
             this, had = (f"{d['size']:,} bytes, SHA-256 {d['sha256'][:12]}" for d in (now, was))
-            raise InputError(f"{corpus.path} ({this}) is not the data of this run ({had})")
+            raise InputError(f"{corpus.path} ({this}) is not the data of this run ({had}): take out what came to it since")
     return corpus
 
 
