@@ -278,7 +278,7 @@ def rank_in_errors():
         yield
     except InputError as e:
         if rank:
-            print(f"error on rank {rank}: {e}", file=sys.stderr)
+            data.note(f"error on rank {rank}: {e}")
         raise
 
 
