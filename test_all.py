@@ -3677,6 +3677,8 @@ def data_that_changes(program, monkeypatch, _):
     assert_refused(program(train, *SMALL, "--seeds", "1,2", "--steps", 1, "--out", "sweep"), "since the run began")
     assert len(list(Path("sweep").iterdir())) == 1
     path.write_bytes(text)
+    monkeypatch.setattr(train.Run, "finish", lambda self: os.utime(path, (0, 0)))  # the same text
+    assert program(train, *SMALL, "--seeds", "1,2", "--steps", 1, "--out", "touched")[0] == 0
 
 
 def a_full_disk(program, monkeypatch, _):

@@ -718,14 +718,14 @@ def run(given, device):
     if "resume" in given and several:
         raise InputError("--resume goes on with one run, not with a list of them")
     broadcast_from_rank0(lambda: check_out(given, several))
-    corpora = [load_data(s) for s in runs]
-    for s, corpus in zip(runs, corpora):
+    corpus = [load_data(s) for s in runs][0]  # one text, that each --seq must fit
+    for s in runs:
         if s.epochs and not (s.steps and s.eval_every):
             per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
             s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or -(-per_epoch // 4)
             check(s)
         try_step(s, corpus, device)
-    folders = [base / report.run_name(s.model, c.name, s.size, f"s{s.seeds}") for s, c in zip(runs, corpora)]
+    folders = [base / report.run_name(s.model, corpus.name, s.size, f"s{s.seeds}") for s in runs]
     fresh = broadcast_from_rank0(lambda: not any(f.exists() for f in folders))
     jobs = []  # of a sweep that may have begun: flags that begin each of its runs, or go on with it
     if explicit and several:
@@ -737,12 +737,12 @@ def run(given, device):
     elif explicit:
         folders = [base]
     diverged = {}  # the others of a sweep are run all the same
-    for i, (s, corpus) in enumerate(zip(runs, corpora)):
+    broadcast_from_rank0(corpus.summary)  # its hash, before there is a folder
+    for i, s in enumerate(runs):
         try:
             if jobs and go_on(jobs[i], device, "the same command"):
                 continue
             broadcast_from_rank0(corpus.check_unchanged)
-            broadcast_from_rank0(corpus.summary)  # its hash, before there is a folder
             with contextlib.ExitStack() as stack:
                 folders[i] = broadcast_from_rank0(partial(begin_folder, folders[i], explicit, stack))
                 again = "the same command" if jobs else f"python train.py --resume {quote(folders[i])}"
