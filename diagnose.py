@@ -25,7 +25,8 @@ import torch
 import data
 import sample
 from data import InputError, Parser, cache_dir, command_line, explain, hold
-from report import figure, markdown, mean_interval, parse_out, read_log, show_report, style
+from report import (COLOURS, figure, log_axis, markdown, mean_interval, model_label, parse_out, read_log, shades,
+                    show_report, style)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Effective rank of the memory (PAM section III)
@@ -71,21 +72,18 @@ def ranks_table(positions, trained, untrained, after):
 
 
 def plot_ranks(positions, trained, untrained, d, path):
-    """Effective rank against the tokens read, a line a layer (mean over heads and windows). Grey: the
-    layers of the untrained model; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
-    with figure(path, "Effective rank of the memory by the tokens read", height=3.4, xlabel="tokens read",
+    """Effective rank against the tokens read, a line a layer (mean over heads and windows). Grey: the untrained model,
+    thin its layers; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
+    layers = [(positions, curve) for curve in trained.mean((2, 3)).T.tolist()]
+    lines = {"untrained": ({"color": "0.7"}, [(positions, curve) for curve in untrained.mean((2, 3)).T.tolist()])}
+    lines |= {f"layer {i}": ({"color": shade}, [layers[i]]) for i, shade in enumerate(shades(len(layers)))}
+    lines["bound"] = {"color": "black", "ls": ":", "lw": 1}, [(positions, [min(t, d) for t in positions])]
+    with figure(path, "Effective rank of the memory by the tokens read", {"": lines}, height=3.4, xlabel="tokens read",
                 ylabel=f"effective rank of S (of {d})") as (ax,):  # fmt: skip
-        import matplotlib
-
-        colours = matplotlib.colormaps["viridis"].resampled(trained.shape[1] + 1)
-        for curve in untrained.mean((2, 3)).T.tolist():
-            ax.plot(positions, curve, color="0.7", lw=1, label="untrained")
-        for layer, curve in enumerate(trained.mean((2, 3)).T.tolist()):
-            ax.plot(positions, curve, color=colours(layer), lw=1.5, label=f"layer {layer}")
-        ax.plot(positions, [min(t, d) for t in positions], ":", color="black", lw=1, label="bound")
         if d == 64:
             ax.axhline(PAPER_RANK, ls="--", color="#D55E00", lw=1, label="the paper's")
-        ax.set(xscale="log", ylim=(0, 1.05 * d))
+        log_axis(ax, "x")
+        ax.set_ylim(0, 1.05 * d)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,13 +131,15 @@ def repetition_rows(events, windows, split, decode):
 
 
 def plot_repetition(curves, path):
-    """Repetition of generated texts against the training step, a line a run; dashed grey: the paper's, of its
-    last epoch. curves: {run: (model, [step], {key of `repetition`: [mean]})}."""
-    titles = ["3-grams that occurred before", "4-grams that occurred before", "unique tokens"]
-    with figure(path, "Repetition of the texts generated in training", titles, 3, xlabel="optimization step") as axes:
-        for ax, (key, paper) in zip(axes, PAPER_REPETITION.items()):
-            for name, (model, steps, means) in curves.items():
-                ax.plot(steps, means[key], marker=".", lw=1, label=name, **style(model))
+    """Repetition of generated texts against the training step, a line a run; dashed grey: the paper's, of its last
+    epoch. curves: {run: (model, [step], {key of `repetition`: [mean]})}."""
+    lines = {}
+    for key in PAPER_REPETITION:
+        of_panel = lines.setdefault("unique tokens" if key == "unique" else f"{key}s that occurred before", {})
+        for run, (model, steps, means) in curves.items():
+            of_panel[run] = style(model) | {"marker": ".", "lw": 1}, [(steps, means[key])]
+    with figure(path, "Repetition of the texts generated in training", lines, 3, xlabel="optimization step") as axes:
+        for ax, paper in zip(axes, PAPER_REPETITION.values()):
             ax.axhline(paper, ls="--", color="0.4", lw=1, label="the paper's")
             ax.set_ylim(0, None)
 
@@ -148,8 +148,6 @@ def plot_repetition(curves, path):
 # Phase coherence of word pairs (PAM section II, figure 3)
 
 WORDNET_URL = "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/corpora/wordnet.zip"  # WordNet 3.0
-
-
 REPAIRINGS = 100  # shuffles of the control
 
 
@@ -263,8 +261,8 @@ def plot_coherence(groups, path):
     titles = [f"{name}, n = {g['n']:,}" for name, g in groups.items()]
     with figure(path, "Phase coherence of word pairs", titles, len(groups), 2.8, "phase of <z1|z2>, radians",
                 "coherence", sharey=True) as axes:  # fmt: skip
-        for i, (ax, g) in enumerate(zip(axes, groups.values())):
-            ax.plot(g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=f"C{i}")
+        for ax, g, colour in zip(axes, groups.values(), COLOURS.values()):
+            ax.plot(g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=colour)
             ax.axhline(g["coherence"].mean(), ls="--", lw=1.2, color="black", label="mean")
             ax.axhline(statistics.fmean(g["shuffled"]), ls=":", lw=1.2, color="black", label="mean of shuffled pairs")
             ax.set_xlim(-math.pi, math.pi)
@@ -304,7 +302,7 @@ def plot_phases(z, labels, title, path):
     """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T)."""
     layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
     titles = [f"layer {layer}" for layer in layers]
-    with figure(path, title, titles, height=2, colours=256) as axes:
+    with figure(path, title, titles, height=2) as axes:
         import matplotlib
 
         for ax, layer in zip(axes, layers):
@@ -391,7 +389,7 @@ def diagnose(folders, logs, wordnet=None):
         repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
         logged = [(e["step"], repetitions([e["text"]], split)) for e in events if e["event"] == "generated"]
         means = {key: [statistics.fmean(found[key]) for _, found in logged] for key in PAPER_REPETITION}
-        curves[f"{name} ({unit})"] = s["model"], [step for step, _ in logged], means
+        curves[f"{name} ({unit})"] = model_label(s["model"]), [step for step, _ in logged], means
 
         if wordnet:
             # A real embedding is a complex one without imaginary parts: its coherence is |cosine|, its phase 0 or pi.

@@ -1,17 +1,21 @@
 """The logs of train.py and tasks.py, written and read: every table and figure of the three papers that logs can give.
 
-    python report.py runs/*-stdlib-*                              steps to a loss, ratios, gaps, cost: on the terminal
-    python report.py runs/*-stdlib-* --out figures                and, with the figures, into a folder
-    python report.py runs/tasks-40/* --out figures                length generalization
-    python report.py runs/pam* runs/sam* --out figures            runs in epochs: also power laws and their crossing
+    python report.py runs/*-stdlib-*                   steps to a loss, ratios, gaps, cost: on the terminal
+    python report.py runs/*-stdlib-* --out figures     and, with the figures, into a folder
+    python report.py RUN RUN --out curves.pdf          one figure alone, as .png, .pdf or .svg
+    python report.py runs/* --csv losses.csv           a row for each run and evaluation
+    python report.py runs/tasks-40/* --out figures     length generalization
+    python report.py runs/pam* --out figures           runs in epochs: also power laws and their crossing
+    python report.py --forest results/english results/stdlib --out forest.png    all ratios of steps in one figure
 
-What checkpoints can give is diagnose.py's.
+A RUN is a run folder, a log, or a folder of logs. What checkpoints can give is diagnose.py's.
 Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691),
 section 8; PAM, section III; CSP, section 3. Losses in the logs are in nats per token; divided by ln 2 they are bpc,
 bits per character, if the tokens are bytes, and else bits a token. "+-" is half a 95 % confidence interval.
 """
 
 import colorsys
+import csv
 import io
 import json
 import math
@@ -27,7 +31,7 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -71,11 +75,11 @@ def provenance(device, world):
     """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device, ranks."""
     import torch
 
-    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # a hook's name its repository
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # a hook's
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
     try:
-        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2, env=env).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        git = subprocess.run(command, capture_output=True, check=True, timeout=2, env=env).stdout.decode().strip()
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         git = None
     return {
         "git": git, "world": world, "threads": torch.get_num_threads(),
@@ -90,8 +94,6 @@ def read_log(path):
 
     A line that a kill cut short, or that is no event, is left out, with a note on stderr."""
     path = Path(path)
-    if path.is_dir() and not (path / "log.jsonl").exists() and any(path.glob("*.jsonl")):
-        raise InputError(f"{path} is a folder of logs: name {path}/*.jsonl")
     path = path / "log.jsonl" if path.is_dir() else path
     with explain(f"read the log {path}"):
         lines = [_event(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
@@ -126,6 +128,65 @@ def _is_number(x):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What the papers print
+
+# QS of its 253M models on enwik8, OpenWebText and FineWeb, one seed each, by column of our tables and by model. Its
+# tables are not in the text: of most cells it has a range, or one corpus, or "about".
+PAPER = {
+    "steps": {  # table 6
+        2.5: {"hmamba": "75-79", "mamba": "237-252"},
+        2.0: {"hmamba": "191 enwik8", "mamba": "575 enwik8", "htransformer": "219 owt", "transformer": "484 owt"},
+    },
+    "ratio of steps": {"mamba": "about 3", "transformer": "about 2"},  # table 5, to 2.5, 2.2 and 2.0 bpc
+    "gap after warmup": {"mamba": "0.321 and 0.368", "transformer": "larger than at the end"},  # table 7: owt, fineweb
+    "gap": {"mamba": "0.315 to 0.396", "transformer": "-0.132 to 0.034"},  # tables 7-8: at 1000 steps, all three
+    "loss": {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"},  # table 8
+    "spread": {"hmamba": "about 2", "mamba": "more than 10"},  # 8.4
+    "last over first": {"mamba": "10 to 100"},  # 8.4
+}
+PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 "
+              "and Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
+PAPER_WARMUP = 0.75  # of 1000 steps, table 4
+
+# CSP tables 2-4: mean accuracy at these lengths, then the five seeds at 64. Table 1 prints other means at 16 and 32.
+PAPER_LENGTHS = (16, 32, 48, 64)
+PAPER_TASKS = {
+    "parity": {
+        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "complex-rnn": ((1.000, 0.999, 0.998, 0.995), (1.000, 0.982, 0.995, 0.998, 1.000)),
+        "csp-vanilla": ((1.000, 0.970, 0.884, 0.782), (0.731, 0.716, 1.000, 0.737, 0.724)),
+        "csp-fast": ((1.000, 0.960, 0.891, 0.756), (0.895, 0.628, 0.775, 0.759, 0.721)),
+        "signed-mamba": ((0.971, 0.824, 0.743, 0.661), (0.677, 0.666, 0.696, 0.595, 0.673)),
+        "decoder": ((0.973, 0.729, 0.649, 0.606), (0.615, 0.602, 0.592, 0.616, 0.603)),
+    },
+    "mod3": {
+        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "complex-rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "csp-vanilla": ((1.000, 0.965, 0.927, 0.927), (0.978, 0.836, 0.997, 0.826, 0.996)),
+        "csp-fast": ((1.000, 0.888, 0.799, 0.684), (0.697, 0.663, 0.623, 0.746, 0.691)),
+        "signed-mamba": ((1.000, 0.642, 0.608, 0.564), (0.569, 0.570, 0.571, 0.563, 0.549)),
+        "decoder": ((1.000, 0.541, 0.509, 0.484), (0.485, 0.484, 0.480, 0.481, 0.492)),
+    },
+    "dyck1": {
+        "rnn": ((1.000, 1.000, 0.994, 0.988), (0.994, 0.987, 0.995, 0.976, 0.985)),
+        "complex-rnn": ((1.000, 0.990, 0.981, 0.967), (0.983, 0.973, 0.980, 0.937, 0.961)),
+        "csp-vanilla": ((1.000, 0.899, 0.864, 0.845), (0.748, 0.785, 0.850, 0.934, 0.907)),
+        "csp-fast": ((0.997, 0.919, 0.890, 0.871), (0.917, 0.916, 0.840, 0.751, 0.931)),
+        "signed-mamba": ((1.000, 0.931, 0.901, 0.907), (0.958, 0.960, 0.868, 0.892, 0.857)),
+        "decoder": ((1.000, 0.929, 0.917, 0.926), (0.919, 0.987, 0.979, 0.973, 0.769)),
+    },
+}
+
+# PAM: slopes in loss and perplexity, (N, y) where the fits cross; losses at the ends of its sweep, in nats; PAM's
+# perplexity over SAM's.
+PAPER_FITS = {
+    "loss": {"pam": -0.15, "sam": -0.12, "crossing": (4.5e9, 2.05)},
+    "perplexity": {"pam": -0.65, "sam": -0.49, "crossing": (5.5e8, 10.6)},
+}
+PAPER_LOSSES = {"5m": {"pam": 5.56, "sam": 4.78}, "100m": {"pam": 3.56, "sam": 3.26}}
+PAPER_RATIOS = {"5m": 2.18, "100m": 1.36}
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Statistics, tables, figures
 
 # Two-sided 95 % quantiles of Student's t for 1 ... 30 degrees of freedom.
@@ -146,12 +207,25 @@ def mean_interval(values):
     return mean, t95(n - 1) * statistics.stdev(values) / math.sqrt(n)
 
 
-def of_seeds(found, seeds):
-    return f", {found} of {seeds} seeds" if found < seeds else ""
+def mean_ratio(both):
+    """Geometric mean of x / y over pairs (x, y) above 0, and the ends of its 95 % interval, None for a single pair."""
+    mean, half = mean_interval([math.log(x / y) for x, y in both])
+    return math.exp(mean), None if half is None else (math.exp(mean - half), math.exp(mean + half))
 
 
-def with_range(values, digits):
-    """Text: the mean of those that are not None, in brackets the lowest and the highest; empty if there are none."""
+def ratio_text(both):
+    mean, ends = mean_ratio(both)
+    return f"{mean:.2f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
+
+
+def difference_text(both):
+    """The mean of x - y over pairs (x, y), +- half of its 95 % interval."""
+    mean, half = mean_interval([x - y for x, y in both])
+    return f"{mean:+.3f}" + ("" if half is None else f" +- {half:.3f}")
+
+
+def range_text(values, digits):
+    """The mean of those that are not None, in brackets the lowest and the highest; empty if there are none."""
     found = [x for x in values if x is not None]
     if not found:
         return ""
@@ -160,20 +234,8 @@ def with_range(values, digits):
     return text + of_seeds(len(found), len(values))
 
 
-def difference(both):
-    """Text: the mean of x - y over pairs (x, y), +- half of its 95 % interval."""
-    mean, half = mean_interval([x - y for x, y in both])
-    return f"{mean:+.3f}" + ("" if half is None else f" +- {half:.3f}")
-
-
-def ratio(both):
-    """Text: the geometric mean of x / y over pairs (x, y) above 0, and its 95 % interval."""
-    logs = [math.log(x / y) for x, y in both if x > 0 < y]
-    if not logs:
-        return "-"
-    mean, half = mean_interval(logs)
-    interval = "" if half is None else f" [{math.exp(mean - half):.3f}, {math.exp(mean + half):.3f}]"
-    return f"{math.exp(mean):.2f}{interval}"
+def of_seeds(found, seeds):
+    return f", {found} of {seeds} seeds" if found < seeds else ""
 
 
 def markdown(head, rows, title="", note=""):
@@ -189,32 +251,38 @@ COLOURS = {
     "signed-mamba": "#9C7A00", "decoder": "#999999",
 }  # fmt: skip
 COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # real model -> its complex realization
-VARIANTS = ((0.05, 0.7), (-0.05, 0.2), (0.1, 0.45), (-0.1, 0.6))  # of models with options: turn of the hue, lightness
+FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
 REAL = {*COMPLEX, "rnn", "signed-mamba", "decoder"}
+VARIANTS = ((0.05, 0.7), (-0.05, 0.2), (0.1, 0.45), (-0.1, 0.6))  # of models with options: turn of the hue, lightness
+MARKERS = ("", "o", "s", "^", "D", "v", "P", "X", "<", ">")
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9,
          "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 150}  # fmt: skip
+FORMATS = (".png", ".pdf", ".svg")
 
 
 def style(label):
     """Colour and dashes of a model's lines in every figure, by its name and options alone."""
-    name, *options = re.split("[:,]", label.partition(", rate")[0])
-    colour = COLOURS.get(name) or list(COLOURS.values())[zlib.crc32(name.encode()) % len(COLOURS)]
-    real = name in REAL or "field=real" in options
+    name, *options = re.split("[: ]", label.partition(", ")[0])
+    code, real = zlib.crc32(":".join(sorted(options)).encode()), name in REAL or "field=real" in options
+    if name not in COLOURS:
+        code = zlib.crc32(name.encode(), code)
+        return {"color": colorsys.hls_to_rgb(code % 997 / 997, 0.4, 0.7), "ls": ("-.", ":")[code // 997 % 2]}
     if not options:
-        return {"color": colour, "ls": "--" if real else "-"}
-    hue, light, full = colorsys.rgb_to_hls(*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    code = zlib.crc32(":".join(sorted(options)).encode())
+        return {"color": COLOURS[name], "ls": "--" if real else "-"}
+    hue, light, full = colorsys.rgb_to_hls(*(int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5)))
     turn, light = VARIANTS[code % 4]
     dashes = ((3, 1, 1, 1), (1, 1)) if real else ((7, 1), (12, 1, 2, 1))
     return {"color": colorsys.hls_to_rgb((hue + turn) % 1, light, 0.6 * full), "ls": (0, dashes[code // 4 % 2])}
 
 
 @contextmanager
-def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="", colours=128, **shared):
-    """Yields a list of axes, one for each title in `panels`, that become the PNG `path` when the block ends, over one
-    legend of all that has a label, as it is: $ is no formula. Drawn by Agg in matplotlib's own style, whatever
-    MPLBACKEND and matplotlibrc say.
-    height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple; colours: kept."""
+def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", **shared):
+    """Yields a list of axes, one for each of `panels`, that become the file `path` when the block ends, over one legend
+    of all that has a label, as it is: $ is no formula. The format is that of the name's ending, the style matplotlib's
+    own, whatever MPLBACKEND and matplotlibrc say.
+
+    Args: panels: titles, or {title: {label: (look, curves)}} for lines: of several curves [(x, y)], one a seed, each is
+        thin and their mean thick; height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple."""
     backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
     try:
         with needs("matplotlib"):
@@ -232,6 +300,10 @@ def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="
             if i + columns >= len(panels):  # the lowest of its column
                 ax.set_xlabel(xlabel)
                 ax.tick_params(labelbottom=True)
+            for label, (look, curves) in panels[name].items() if isinstance(panels, dict) else ():
+                for x, y in curves if len(curves) > 1 else ():
+                    ax.plot(x, y, **look | {"lw": 0.6, "alpha": 0.4, "marker": ""})
+                ax.plot(*mean_curve(curves), **{"lw": 1.6} | look, label=label)
         for ax in axes[len(panels) :]:
             ax.axis("off")
         yield axes[: len(panels)]
@@ -245,13 +317,14 @@ def figure(path, title, panels=("",), columns=1, height=2.4, xlabel="", ylabel="
             legend = fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
             for label in legend.get_texts():
                 label.set_parse_math(False)
-        with explain(f"write {path}"):
+        with explain(f"write {path}"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
             path.parent.mkdir(parents=True, exist_ok=True)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
-                fig.savefig(drawn := io.BytesIO(), format="png")
-            image = Image.open(drawn).convert("RGB").quantize(colours)  # a third of the bytes
-            replace_file(path, lambda f: image.save(f, "png", optimize=True))
+            fig.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
+            if path.suffix == ".png":  # a third of the bytes
+                image = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+                image.save(drawn := io.BytesIO(), "png", optimize=True)
+            replace_file(path, lambda f: f.write(drawn.getvalue()))
 
 
 def mean_curve(curves):
@@ -261,17 +334,27 @@ def mean_curve(curves):
     return common, [statistics.fmean(v[x] for v in values) for x in common]
 
 
-def draw_runs(ax, curves, label, **look):
-    """Curves [(x, y)] of several seeds: each thin, and their mean."""
-    for x, y in curves if len(curves) > 1 else ():
-        ax.plot(x, y, **look, lw=0.6, alpha=0.4)
-    ax.plot(*mean_curve(curves), **look, lw=1.6, label=label)
+def shades(n):
+    """Colours of what has an order: the viridis map, without its light end."""
+    with needs("matplotlib"):
+        import matplotlib
+    return matplotlib.colormaps["viridis"](np.linspace(0, 0.8, n))
 
 
-def write_report(text, figures, out):
-    """Writes `text` as tables.md into the folder `out`, then draws `figures`, {file name: function of its path}. A
-    figure that cannot be drawn is a line on stderr and stops nothing. Returns the paths that were written."""
-    paths, faults = [out / "tables.md"] * bool(text), {}
+def log_axis(ax, which, ticks=None, form="{x:g}"):
+    """Makes the axis "x" or "y" logarithmic, with these ticks or 1, 2 and 5 times the powers of ten."""
+    import matplotlib.ticker as ticker
+
+    ax.set(**{f"{which}scale": "log"})
+    axis = getattr(ax, f"{which}axis")
+    axis.set(major_locator=ticker.FixedLocator(ticks) if ticks else ticker.LogLocator(subs=(1, 2, 5)),
+             minor_locator=ticker.NullLocator(), major_formatter=form)  # fmt: skip
+
+
+def write_report(text, figures, out, tables="tables.md"):
+    """Writes `text` as the file `tables` of the folder `out`, then draws `figures`, {file name: function of its path}.
+    A figure that cannot be drawn is a line on stderr and stops nothing. Returns the paths that were written."""
+    paths, faults = [out / tables] * bool(text), {}
     if text:
         with explain(f"write {out}"):
             out.mkdir(parents=True, exist_ok=True)
@@ -290,22 +373,22 @@ def write_report(text, figures, out):
 def parse_out(text):
     """The folder that --out names. Raises InputError for what can be none."""
     out = Path(os.path.expanduser(text))
-    if not text or out.suffix in (".png", ".md", ".jpg", ".pdf", ".svg"):
+    if not text or out.suffix in (*FORMATS, ".md", ".jpg"):
         raise InputError(f"--out {text or repr(text)} must be a folder: tables and figures go into it")
     return out
 
 
-def show_report(text, figures, out=None, written=None):
-    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. written: the tables of
-    the file, if not `text`. Raises InputError if another program works in `out`. Exits with the code 2 if a figure
-    cannot be drawn."""
+def show_report(text, figures, out=None, written=None, tables="tables.md"):
+    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. written: what the file
+    `tables` holds, if not `text`. Raises InputError if another program works in `out`. Exits with the code 2 if a
+    figure cannot be drawn."""
     written, paths = text if written is None else written, []
     try:
         if out and (written or figures):
             with explain(f"write {out}"):
                 out.mkdir(parents=True, exist_ok=True)
             with hold(out):
-                paths = write_report(written, figures, out)
+                paths = write_report(written, figures, out, tables)
     finally:  # shown also where they cannot be written
         with suppress(BrokenPipeError):  # who reads has seen enough
             print(text, *(f"wrote {path}" for path in paths), sep="\n", flush=True)
@@ -317,46 +400,25 @@ def show_report(text, figures, out=None, written=None):
 # Training runs (QS section 8: tables 3-8, figures 3-7)
 
 TARGETS = (4.0, 3.5, 3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
-# What the paper's text prints of its 253M models on enwik8, OpenWebText and FineWeb, one seed each. Its tables are not
-# in the text: of most cells it has a range, or one corpus, or "about".
-PAPER_STEPS = {  # table 6
-    2.5: {"hmamba": "75-79", "mamba": "237-252"},
-    2.0: {"hmamba": "191 enwik8", "mamba": "575 enwik8", "htransformer": "219 owt", "transformer": "484 owt"},
-}
-PAPER_STEP_RATIOS = {"mamba": "about 3", "transformer": "about 2"}  # table 5
-PAPER_WARMUP_GAPS = {"mamba": "0.321 and 0.368", "transformer": "larger than at the end"}  # table 7: owt, fineweb
-PAPER_GAPS = {"mamba": (0.315, 0.396), "transformer": (-0.132, 0.034)}  # tables 7-8: at 1000 steps, all three
-PAPER_LOSS = {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"}  # table 8
-PAPER_SPREAD, PAPER_ENDS = {"hmamba": "about 2", "mamba": "more than 10"}, {"mamba": "10 to 100"}  # 8.4
-PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 "
-              "and Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
-PAPER_WARMUP = 0.75  # of 1000 steps, table 4
-FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
+MOST_CURVES = 10  # of any runs in one panel
 # What runs of one comparison may differ in: what tables name, and what does not change the course of a run.
 NOT_SHARED = {"model", "seeds", "lr", "min_lr", "data", "out", "resume", "stop_at", "micro", "device", "compile",
               "checkpointing", "log_every", "ckpt_every", "sample_every", "eval_only", "split", "params"}  # fmt: skip
 
 
 def check_training(events, path):
-    """The events of a run of train.py, of which the header has all that the tables need, or InputError."""
-    header, s, d = events[0], events[0]["settings"], events[0]["data"]
-    course = [e for e in events if e["event"] in ("train", "val", "final")]
+    """The events of a run of train.py that have all that tables and figures need, or InputError."""
+    course = [e["step"] for e in events if e["event"] in ("train", "val", "final")]
     try:
-        o = header.get("optimizer", {"betas": (), "decay": 0, "clip": 0})
-        numbers = [s[key] for key in ("steps", "batch", "seq", "lr", "min_lr", "eval_seqs")]
-        numbers += [s.get("warmup") or 0, header["params"]["total"], d["size"], *o["betas"], o["decay"], o["clip"]]
-        numbers += [e["loss" if e["event"] == "train" else "val_loss"] for e in course]
-        texts = [*(s[key] for key in ("model", "size", "seeds", "dtype")), d["name"], d["sha256"]]
-        texts += [e["split"] for e in course if e["event"] == "val"]
-        parts = [e.get(key, {}) for e in events if e["event"] in ("header", "resume") for key in ("config", "versions")]
-        whole = all(map(_is_number, numbers)) and min(numbers[1:3]) > 0 < header["params"]["total"]
-        whole = whole and all(isinstance(x, str) for x in texts) and all(isinstance(x, dict) for x in parts)
-        whole = whole and all(e["layers"] for e in events if e["event"] == "grad")
-    except (KeyError, TypeError):
+        training_report([events])
+        header, s = events[0], events[0]["settings"]
+        whole = min(header["params"]["total"], s["batch"], s["seq"]) > 0 and curve(events, "train")
+        whole = whole and all("layers" in e for e in events if e["event"] == "grad")
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         whole = False
     if not whole:
         raise InputError(f"{path} is a damaged log: parts of a run of train.py are missing")
-    for before, after in pairwise(e["step"] for e in course):
+    for before, after in pairwise(course):
         if after < before:
             raise InputError(f"{path} is a damaged log: after step {before} comes step {after}; did two runs write it?")
     return events
@@ -375,12 +437,22 @@ def unit(tokens):
 
 def steps_to_target(steps, losses, target):
     """The step at which the loss first attains `target`, interpolated between evaluations (QS 8.1). None if it never
-    does."""
+    does, or did before the first evaluation, in a log that begins after step 0."""
     first = next((i for i, loss in enumerate(losses) if loss <= target), None)
     if not first:
-        return None if first is None else float(steps[0])
+        return None if first is None or steps[0] > 0 else 0.0
     bracket = slice(first - 1, first + 1)
     return float(np.interp(target, losses[bracket][::-1], steps[bracket][::-1]))
+
+
+def steps_to(target):
+    """The function of a run's events that gives its steps to a loss."""
+    return lambda events: steps_to_target(*curve(events), target)
+
+
+def ratio_steps_to(target):
+    """The same without what was attained before the first step, and has no ratio."""
+    return lambda events: steps_to_target(*curve(events), target) or None
 
 
 def loss_at(events, step):
@@ -403,14 +475,20 @@ def speed(events):
 
 def layer_spread(events):
     """Largest over smallest and last over first of the layers' gradient norms, medians (QS 8.4), or [None, None]."""
-    norms = [e["layers"] for e in events if e["event"] == "grad" and min(e["layers"]) > 0]
+    norms = [e["layers"] for e in events if e["event"] == "grad" and min(e["layers"], default=0) > 0]
     ratios = [(max(x) / min(x), x[-1] / x[0]) for x in norms]
     return [statistics.median(values) for values in zip(*ratios)] or [None, None]
 
 
+def model_label(spec):
+    """A model's name in tables and figures: its spec, or, of a class in a user's file, the class and its options."""
+    file, *rest = spec.split(":")
+    return " ".join(rest) or Path(file).stem if file.endswith(".py") else spec
+
+
 def base(label):
     """The model's name in a label such as "hmamba:N=4, rate 0.002"."""
-    return re.split("[:,]", label)[0]
+    return re.split("[:, ]", label)[0]
 
 
 def family(label):
@@ -428,12 +506,18 @@ def reference(label, labels):
     return next((other for other in known if other in labels and other != label), None)
 
 
-def panels(labels):
-    """{title: its labels}, a panel for each family among `labels`."""
+def by_family(labels):
     found = {}
     for label in labels:
         found.setdefault(FAMILIES.get(family(label), "others"), []).append(label)
     return found
+
+
+def panels(labels):
+    """{title: its labels}: a panel for each family if all of them are pairs of a paper, else one of all."""
+    found = by_family(labels)
+    paired = "others" not in found and all(len(set(map(base, members))) > 1 for members in found.values())
+    return found if paired else {"": [*labels]}
 
 
 def run_labels(logs):
@@ -441,35 +525,36 @@ def run_labels(logs):
     rates, settings = {}, [events[0]["settings"] for events in logs]
     for s in settings:
         rates.setdefault(s["model"], set()).add(s.get("lr"))
-    return [s["model"] + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "") for s in settings]
+    return [model_label(s["model"]) + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "") for s in settings]
 
 
 def group_runs(logs):
     """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run;
     its labels are models (with their rates, where one has several), complex ones before their twins. Raises InputError
     for two runs of one label and seed, or of different configurations."""
-    groups = {}
+    groups, place = {}, {name: i for i, name in enumerate(FAMILIES)}
     for events in logs:
         settings = {"tokens": "bytes"} | {k: v for k, v in events[0]["settings"].items() if v is not None}
         shared = {k: v for k, v in settings.items() if k not in NOT_SHARED} | {"data": events[0]["data"]}
         groups.setdefault(json.dumps(shared, sort_keys=True), (shared, []))[1].append(events)
-    return [(shared, _by_label(members)) for shared, members in groups.values()]
-
-
-def _by_label(logs):
-    order, models = list(FAMILIES), {}
-    for label, events in zip(run_labels(logs), logs):
-        s, runs = events[0]["settings"], models.setdefault(label, {})
-        if runs.setdefault(s["seeds"], events) is not events:
-            raise InputError(f"two runs of {label} with seed {s['seeds']}: name one of them")
-        if any(other[0].get("config") != events[0].get("config") for other in runs.values()):
-            raise InputError(f"the runs of {label} have different configurations: name those of one")
-        ends = sorted({other[0]["settings"].get("min_lr") for other in runs.values()})
-        if len(ends) > 1 and s.get("schedule") != "constant":
-            ends = ", ".join(map(str, ends))
-            raise InputError(f"the runs of {label} end at different rates (min_lr {ends}): name those of one")
-    place = {label: order.index(family(label)) if family(label) in order else 9 for label in models}
-    return {label: models[label] for label in sorted(models, key=lambda x: (place[x], base(x) in COMPLEX))}
+    found = []
+    for shared, members in groups.values():
+        models = {}
+        for label, events in zip(run_labels(members), members):
+            seed, runs = events[0]["settings"]["seeds"].lstrip("0") or "0", models.setdefault(label, {})
+            if runs.setdefault(seed, events) is not events:
+                raise InputError(f"two runs of {label} with seed {seed}: name one of them")
+        for label, runs in models.items():
+            headers = [events[0] for events in runs.values()]
+            if len({json.dumps([h["settings"]["model"], h.get("config")], sort_keys=True) for h in headers}) > 1:
+                raise InputError(f"the runs of {label} have different configurations: name those of one")
+            ends = sorted({h["settings"]["min_lr"] for h in headers})
+            if len(ends) > 1 and shared.get("schedule") != "constant":
+                ends = ", ".join(map(str, ends))
+                raise InputError(f"the runs of {label} end at different rates (min_lr {ends}): name those of one")
+        order = sorted(models, key=lambda label: (place.get(family(label), 9), base(label) in COMPLEX))
+        found.append((shared, {label: models[label] for label in order}))
+    return found
 
 
 def pairs(models, value):
@@ -501,7 +586,7 @@ def targets(models):
         curves = [curve(events)[1] for label in labels for events in models[label].values()]
         return [min(losses) for losses in curves if losses[1:]] or [min(losses) for losses in curves if losses]
 
-    commons = [math.ceil(10 * max(found)) / 10 for found in map(lowest, panels(models).values()) if found]
+    commons = [math.ceil(10 * max(found)) / 10 for found in map(lowest, by_family(models).values()) if found]
     reached = {target for target in TARGETS if target >= min(lowest(models), default=math.inf)}
     return sorted(reached.union(commons), reverse=True), max(commons, default=None)
 
@@ -537,39 +622,40 @@ def training_tables(shared, models):
     def paper(printed, label):
         return f" *{printed[label]}*" if label in printed and loss == "bpc" else ""
 
-    def reaches(goal):
-        return lambda events: steps_to_target(*curve(events), goal)
-
     def mean_loss(events):
         """Mean of the losses at all evaluated steps but 0, or None if the run did not reach the budget."""
-        losses = [loss_at(events, step) for step in sorted(evaluated)]
-        return statistics.fmean(losses) if losses and None not in losses else None
+        losses = [loss_at(events, step) for step in sorted({*evaluated, budget})]
+        return None if None in losses else statistics.fmean(losses)
+
+    def tokens(events):
+        """Up to the common loss."""
+        steps = steps_to(common)(events)
+        return None if steps is None else steps * shared["batch"] * shared["seq"]
+
+    def minutes(events):
+        return None if tokens(events) is None else tokens(events) / (60 * speed(events))
 
     def by_model(columns, missing=lambda label: ""):
         """A row a model: its label, and for each (function of a run, digits, the paper's) the range of its seeds."""
         rows = []
         for label, runs in models.items():
-            cells = [with_range([*map(value, runs.values())], digits) or missing(label) for value, digits, _ in columns]
+            cells = [range_text([*map(value, runs.values())], digits) or missing(label) for value, digits, _ in columns]
             printed = [paper(numbers, label) for *_, numbers in columns]
             rows.append([label, *(cell and cell + number for cell, number in zip(cells, printed))])
         return rows
 
-    def paired(join, sign, columns):
-        """A row a pair, and for each (function of a run, the paper's) its text by `join`: difference or ratio."""
+    def by_pair(text, sign, columns):
+        """A row a pair, and for each (function of a run, the paper's) its difference or ratio as a text."""
         found = {}
         for i, (value, printed) in enumerate(columns):
             for label, other, both in pairs(models, value):
-                cell = join(both) + of_seeds(len(both), len(models[label]))
+                cell = text(both) + of_seeds(len(both), len(models[label]))
                 cell += paper(printed, label) if other == COMPLEX.get(label) else ""
                 found.setdefault(f"{label} {sign} {other}", ["-"] * len(columns))[i] = cell
         return [[pair, *cells] for pair, cells in found.items()]
 
-    def short(label):
+    def unreached(label):
         return "not reached" if all(map(final_loss, models[label].values())) else "not finished"
-
-    def cost(events, of_step):
-        steps = steps_to_target(*curve(events), common)
-        return None if steps is None else steps * shared["batch"] * shared["seq"] / of_step(events)
 
     of_models, every_run = [], []
     for label, runs in models.items():
@@ -579,28 +665,26 @@ def training_tables(shared, models):
         rate = f"{s['lr']:g}" + ("" if constant else f" to {s['min_lr']:g}")
         of_models.append([label, f"{header['params']['total']:,}", shape, rate, len(runs)])
         for seed, events in runs.items():
-            cells = [with_range([reaches(goal)(events)], 0) or "-" for goal in goals]
-            cells += [with_range([end(events)], 3) or "-" for end in (at_budget, final_loss)]
+            cells = [range_text([steps_to(goal)(events)], 0) or "-" for goal in goals]
+            cells += [range_text([end(events)], 3) or "-" for end in (at_budget, final_loss)]
             every_run.append([label, seed, *cells])
-    gaps = {label: f"{low} to {high}" for label, (low, high) in PAPER_GAPS.items()}
-    spread = [(lambda events: layer_spread(events)[0], 2, PAPER_SPREAD),
-              (lambda events: layer_spread(events)[1], 2, PAPER_ENDS)]  # fmt: skip
-    costs = [(partial(cost, of_step=lambda events: 1e6), 2, {}), (speed, 0, {}),
-             (partial(cost, of_step=lambda events: 60 * speed(events)), 1, {})]  # fmt: skip
+    steps = [(steps_to(goal), 0, PAPER["steps"].get(goal, {})) for goal in goals]
+    ratios = [(ratio_steps_to(goal), PAPER["ratio of steps"] if goal in (2.5, 2.2, 2.0) else {}) for goal in goals]
+    gaps = [(partial(loss_at, step=warm), {} if constant else PAPER["gap after warmup"]), (at_budget, PAPER["gap"]),
+            (final_loss, {}), (mean_loss, {})]  # fmt: skip
+    costs = [(lambda events: tokens(events) and tokens(events) / 1e6, 2, {}), (speed, 0, {}), (minutes, 1, {})]
+    spread = [(lambda events: layer_spread(events)[0], 2, PAPER["spread"]),
+              (lambda events: layer_spread(events)[1], 2, PAPER["last over first"])]  # fmt: skip
     tables = [
         markdown(["model", "parameters", "shape", "learning rate", "seeds"], of_models),
-        markdown(["model", *heads], by_model([(reaches(goal), 0, PAPER_STEPS.get(goal, {})) for goal in goals], short),
-                 "#### Steps to a validation loss") if goals else "",
-        markdown(["pair", *heads], paired(ratio, "/", [
-            (reaches(goal), PAPER_STEP_RATIOS if goal in (2.5, 2.2, 2.0) else {}) for goal in goals
-        ]), "#### Ratio of steps", "Above 1: the second is faster. Geometric means."),
+        markdown(["model", *heads], by_model(steps, unreached), "#### Steps to a validation loss") if goals else "",
+        markdown(["pair", *heads], by_pair(ratio_text, "/", ratios), "#### Ratio of steps",
+                 "Above 1: the second is faster. Geometric means."),
         markdown(["pair", f"at step {warm:.0f}, {what}", f"at step {budget}, the budget", "there, whole split",
-                  "mean of all evaluations but the first"],
-                 paired(difference, "-", [(partial(loss_at, step=warm), {} if constant else PAPER_WARMUP_GAPS),
-                                          (at_budget, gaps), (final_loss, {}), (mean_loss, {})]),
+                  "mean of all evaluations but the first"], by_pair(difference_text, "-", gaps),
                  f"#### Gap in validation loss, {loss}", "Above 0: the second leads."),
         markdown(["model", "fixed windows", "whole split"],
-                 by_model([(at_budget, 3, {}), (final_loss, 3, PAPER_LOSS)], lambda label: "not finished"),
+                 by_model([(at_budget, 3, {}), (final_loss, 3, PAPER["loss"])], lambda label: "not finished"),
                  f"#### Validation loss at the budget, {loss}"),
         markdown(["model", "tokens, millions", "tokens a second", "minutes"], by_model(costs),
                  f"#### Cost of {common} {loss}", "At the median speed of each run, without validation."
@@ -620,144 +704,172 @@ def caption(shared, models):
     return f"{shared['data']['name']}, {steps}; {seeds} seed{'s' * (seeds != '1')} a model"
 
 
+def late_range(panels, share=0.2):
+    """Limits for losses: of all but the first fall, from 8 bits a byte, which would take most of the height."""
+    curves = [curve for lines in panels.values() for _, of_seeds in lines.values() for curve in of_seeds]
+    begin = share * max((x for xs, _ in curves for x in xs), default=0)
+    late = [y for xs, ys in curves for x, y in zip(xs, ys) if x >= begin]
+    return (min(late) - 0.1, max(late) + 0.1) if late else None
+
+
 def plot_curves(shared, models, path):
     """Loss by optimization step: validation (QS figure 4) and training (figure 7), a row a family."""
-    families = panels(models)
-    titles = [f"{name}, {what}" for name in families for what in ("validation", "training batches")]
-    with figure(path, f"{caption(shared, models)}; the first fall is cut off", titles, 2, xlabel="optimization step",
-                ylabel=f"loss, {unit(shared['tokens'])}", sharex=True, sharey="row") as axes:  # fmt: skip
-        for left, right, labels in zip(axes[::2], axes[1::2], families.values()):
-            late = []
+    lines = {}
+    for name, labels in panels(models).items():
+        for kind, what in (("val", "validation"), ("train", "training batches")):
+            of_panel = lines.setdefault(f"{name}, {what}".removeprefix(", "), {})
             for label in labels:
                 runs = models[label].values()
                 legend = f"{label} ({next(iter(runs))[0]['params']['total'] / 1e6:.2f}M, n = {len(runs)})"
-                for ax, kind in ((left, "val"), (right, "train")):
-                    curves = [curve(events, kind) for events in runs]
-                    draw_runs(ax, curves, legend, **style(label))
-                    late += [y for x, ys in curves for x, y in zip(x, ys) if x >= 0.2 * shared["steps"]]
-            if late:  # the fall from 8 bits a byte in the first steps would take most of the height
-                left.set_ylim(min(late) - 0.1, max(late) + 0.1)
+                of_panel[legend] = style(label), [curve(events, kind) for events in runs]
+    with figure(path, f"{caption(shared, models)}; the first fall is cut off", lines, 2, sharex=True, sharey=True,
+                xlabel="optimization step", ylabel=f"loss, {unit(shared['tokens'])}") as axes:  # fmt: skip
+        axes[0].set_ylim(late_range(lines))
+
+
+def plot_overlay(kinds, path):
+    """Validation loss of runs of any kinds (what differs, shared settings, models): colour and dash are the model's,
+    markers those of the kind and the rate; a panel for each unit of loss."""
+    batches = {shared["batch"] * shared["seq"] for _, shared, _ in kinds}
+    xlabel = "optimization step" if len(batches) == 1 else "tokens, millions"
+    lines, marks = {}, {}
+    for what, shared, models in kinds:
+        scale = 1 if len(batches) == 1 else shared["batch"] * shared["seq"] / 1e6
+        for label, runs in models.items():
+            label = ", ".join(filter(None, [label, what]))
+            mark = MARKERS[marks.setdefault(label.partition(", ")[2], len(marks)) % len(MARKERS)]
+            curves = [([scale * step for step in steps], losses) for steps, losses in map(curve, runs.values())]
+            look = style(label) | {"marker": mark, "ms": 4, "markevery": 0.1}
+            lines.setdefault(f"loss, {unit(shared['tokens'])}", {})[label] = look, curves
+    title = "Validation loss; the first fall is cut off"
+    with figure(path, title, lines, height=3.4, xlabel=xlabel, sharex=True) as axes:
+        for ax, (name, of_panel) in zip(axes, lines.items()):
+            ax.set_ylim(late_range({name: of_panel}))
 
 
 def plot_steps(shared, models, path):
-    """QS figure 3: bars of the steps to each target, points the seeds, in a bar its ratio to its reference."""
+    """QS figure 3: bars of the steps to each target, points the seeds, over a bar its ratio to its reference."""
     goals, families = targets(models)[0], panels(models)
-    title = f"{caption(shared, models)}; points: seeds; numbers: ratio of steps"
-    values = [partial(lambda goal, events: steps_to_target(*curve(events), goal), goal) for goal in goals]
-    compared = [{label: both for label, _, both in pairs(models, value)} for value in values]
-    with figure(path, title, families, ylabel="steps to the loss") as axes:
+    compared = {goal: {label: both for label, _, both in pairs(models, ratio_steps_to(goal))} for goal in goals}
+    with figure(path, f"{caption(shared, models)}; points: seeds; numbers: ratio of steps", [*families],
+                ylabel="steps to the loss", sharey=True) as axes:  # fmt: skip
         for ax, labels in zip(axes, families.values()):
             width = 0.8 / len(labels)
-            for (i, label), (j, value) in product(enumerate(labels), enumerate(values)):
-                x, other = j + width * (i - (len(labels) - 1) / 2), reference(label, models)
-                steps = [*map(value, models[label].values())]
-                reached = [s for s in steps if s is not None]
-                whole = len(reached) == len(steps)  # a mean over some of the seeds would be too low
-                ratios = [ours / theirs for ours, theirs in compared[j].get(label, ()) if ours > 0 < theirs]
-                text = f"  {statistics.geometric_mean(ratios):.2f}" if ratios else ""
-                if not whole:
-                    text = f" {len(reached)} of {len(steps)} seeds" if reached else " not reached"
-                legend = None if j else label + (f" / {other}" if other else "")
-                height = statistics.fmean(reached) if whole else 0
-                ax.bar(x, height, 0.9 * width, color=style(label)["color"], label=legend, alpha=0.6)
-                ax.plot([x] * len(reached), reached, ".", color="black", ms=3)
-                ax.text(x, max(reached) if whole else 0, text, rotation=90, ha="center", va="bottom", fontsize=7)
+            for i, label in enumerate(labels):
+                other, colour = reference(label, models), style(label)["color"]
+                for j, goal in enumerate(goals):
+                    x = j + width * (i - (len(labels) - 1) / 2)
+                    steps = [*map(steps_to(goal), models[label].values())]
+                    reached = [s for s in steps if s is not None]
+                    text, height = " not reached", 0
+                    if len(reached) == len(steps):  # a mean over some of the seeds would be too low
+                        both, height = compared[goal].get(label), statistics.fmean(reached)
+                        text = f"  {mean_ratio(both)[0]:.2f}" if both else ""
+                    elif reached:
+                        text = f" {len(reached)} of {len(steps)} seeds"
+                    legend = label + (f" / {other}" if other else "") if goal == goals[0] else None
+                    ax.bar(x, height, 0.9 * width, color=colour, label=legend, alpha=0.6)
+                    ax.plot([x] * len(reached), reached, ".", color="black", ms=3)
+                    ax.text(x, max(reached) if height else 0, text, rotation=90, ha="center", va="bottom", fontsize=7)
             ax.set_xticks(range(len(goals)), [f"{goal} {unit(shared['tokens'])}" for goal in goals])
             ax.margins(y=0.2)
 
 
 def plot_gap(shared, models, path):
-    """QS figure 5: validation loss minus its reference's by step, the warmup shaded. Thin: seeds.
-    Horizontal bands: the paper's gaps at its budget, of its own pairs."""
+    """QS figure 5: validation loss minus its reference's by step, the warmup shaded. Thin: seeds. Horizontal bands: the
+    paper's gaps at its budget, of its own pairs. Left out: a model beside itself in another shape."""
+    lines, bands, warmup = {}, {}, shared.get("schedule") != "constant"
     compared = {label: (other, both) for label, other, both in pairs(models, lambda events: dict(zip(*curve(events))))}
-    families, warmup, values = panels(compared), shared.get("schedule") != "constant", [0.0]
+    for name, labels in panels(models).items():
+        for label in (x for x in labels if x in compared and split_shape(x)[0] != split_shape(compared[x][0])[0]):
+            other, both = compared[label]
+            gaps = [{step: ours[step] - theirs[step] for step in ours if step in theirs} for ours, theirs in both]
+            curves = [([*gap], [*gap.values()]) for gap in gaps]
+            lines.setdefault(name, {})[f"{label} - {other}"] = style(label), curves
+            if label in PAPER["gap"] and other == COMPLEX[label] and unit(shared["tokens"]) == "bpc":
+                bands[name] = label, [*map(float, PAPER["gap"][label].split(" to "))]
+    values = [y for of_panel in lines.values() for _, curves in of_panel.values() for _, ys in curves for y in ys]
+    values += [0, *(y for _, band in bands.values() for y in band)]
     title = f"{caption(shared, models)}; above 0: the second leads" + "; grey: warmup" * warmup
-    with figure(path, title, families, xlabel="optimization step",
-                ylabel=f"gap, {unit(shared['tokens'])}", sharex=True, sharey=True) as axes:  # fmt: skip
-        for ax, labels in zip(axes, families.values()):
-            for label, (other, both) in ((label, compared[label]) for label in labels):
-                gaps = [{step: ours[step] - theirs[step] for step in ours if step in theirs} for ours, theirs in both]
-                draw_runs(ax, [([*gap], [*gap.values()]) for gap in gaps], f"{label} - {other}", **style(label))
-                values += [y for gap in gaps for y in gap.values()]
-                if label in PAPER_GAPS and other == COMPLEX[label] and unit(shared["tokens"]) == "bpc":
-                    legend = f"the paper's {label} - {other}, at 1000 steps"
-                    ax.axhspan(*PAPER_GAPS[label], color=style(label)["color"], alpha=0.2, lw=0, label=legend)
-                    values += PAPER_GAPS[label]
+    with figure(path, title, lines, xlabel="optimization step", ylabel=f"gap, {unit(shared['tokens'])}",
+                sharex=True, sharey=True) as axes:  # fmt: skip
+        for ax, name in zip(axes, lines):
+            if name in bands:
+                label, band = bands[name]
+                legend = f"the paper's {label} - {COMPLEX[label]}, at 1000 steps"
+                ax.axhspan(*band, color=style(label)["color"], alpha=0.2, lw=0, label=legend)
             ax.axhline(0, color="black", lw=0.8)
             if warmup:
                 ax.axvspan(0, warmup_end(shared)[0], color="0.92", zorder=0)
-        ax.set_ylim(min(values) - 0.05, max(values) + 0.05)
+        axes[0].set_ylim(min(values) - 0.05, max(values) + 0.05)
 
 
 def plot_gradients(shared, models, path):
     """QS figure 6: gradient norm of each layer by step, mean over seeds, a panel a model."""
-    titles, columns = [label.replace(":", "\n", 1) for label in models], min(3, len(models))
-    with figure(path, caption(shared, models), titles, columns, xlabel="optimization step",
+    lines = {}
+    for label, runs in models.items():
+        logged = [[e for e in events if e["event"] == "grad" and e["layers"]] for events in runs.values()]
+        depth = min((len(e["layers"]) for events in logged for e in events), default=0)
+        for layer, colour in enumerate(shades(depth)):
+            curves = [([e["step"] for e in events], [e["layers"][layer] for e in events]) for events in logged]
+            look = {"color": colour, "lw": 1.2}
+            lines.setdefault(label.replace(":", "\n", 1), {})[f"layer {layer}"] = look, [mean_curve(curves)]
+    with figure(path, caption(shared, models), lines, min(3, len(lines)), xlabel="optimization step",
                 ylabel="gradient norm", sharex=True, sharey=True) as axes:  # fmt: skip
-        import matplotlib
-
-        for ax, runs in zip(axes, models.values()):
-            logged = [[e for e in events if e["event"] == "grad"] for events in runs.values()]
-            depth = min(len(e["layers"]) for events in logged for e in events)
-            colours = matplotlib.colormaps["viridis"].resampled(depth + 1)  # the last, a light yellow, is left out
-            for layer in range(depth):
-                curves = [([e["step"] for e in events], [e["layers"][layer] for e in events]) for events in logged]
-                ax.semilogy(*mean_curve(curves), color=colours(layer), lw=1.2, label=f"layer {layer}")
-        ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
+        log_axis(axes[0], "y")
 
 
 def plot_rates(shared, models, path):
-    """Validation loss at the budget by peak learning rate, a row a family, points the seeds."""
-    found, ylabel = {}, f"loss, {unit(shared['tokens'])}"
+    """Validation loss at the budget by peak learning rate, a row a family with a scale of its own."""
+    found = {}
     for events in (events for runs in models.values() for events in runs.values()):
         s, loss = events[0]["settings"], loss_at(events, shared["steps"])
         if loss is not None:
-            found.setdefault(s["model"], {}).setdefault(s["lr"], []).append(loss)
-    families = panels(found)
-    with figure(path, caption(shared, models), families, xlabel="peak learning rate", ylabel=ylabel) as axes:
-        for ax, labels in zip(axes, families.values()):
-            for label in labels:
-                rates, look = sorted(found[label]), style(label)
-                points = [(rate, loss) for rate in rates for loss in found[label][rate]]
-                ax.plot(rates, [statistics.fmean(found[label][rate]) for rate in rates], **look, label=label)
-                ax.plot(*zip(*points), "o", ms=4, color=look["color"])
-            ticks = sorted({rate for label in labels for rate in found[label]})
-            ax.set_xscale("log")
-            ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-            ax.set_xticks([], minor=True)
+            found.setdefault(model_label(s["model"]), {}).setdefault(s["seeds"], {})[s["lr"]] = loss
+    rates = sorted({rate for seeds in found.values() for losses in seeds.values() for rate in losses})
+    curves = {label: [tuple(zip(*sorted(of.items()))) for of in seeds.values()] for label, seeds in found.items()}
+    lines = {name: {label: (style(label) | {"marker": "o", "ms": 4}, curves[label]) for label in labels}
+             for name, labels in panels(found).items()}  # fmt: skip
+    title = caption(shared, models) + "; scales differ" * (len(lines) > 1)
+    with figure(path, title, lines, xlabel="peak learning rate", ylabel=f"loss, {unit(shared['tokens'])}",
+                sharex=True) as axes:  # fmt: skip
+        log_axis(axes[0], "x", rates)
 
 
 def training_report(logs):
     """(tables, {file name: function that draws it into a path}) of all groups of runs."""
-    groups, text, figures, sweeps = group_runs(logs), [], {}, {}
+    groups, text, figures, sweeps, kinds = group_runs(logs), [], {}, {}, []
     keys = dict.fromkeys(key for shared, _ in groups for key in shared)
     differ = [key for key in keys if any(shared.get(key) != groups[0][0].get(key) for shared, _ in groups)]
     if differ:
         text.append(f"Runs of {len(groups)} kinds, which differ in {', '.join(differ)} and are not averaged.")
+        if not any(pairs(models, curve) for _, models in groups):
+            text[-1] += " No ratios and no gaps: they would compare these settings, not models."
     for shared, models in groups:
         corpus = f"{shared['data']['name']} {shared['data']['sha256'][:8]}"
         values = {key: corpus if key == "data" else shared.get(key) for key in differ}
-        text += ["### " + ", ".join(f"{key} {value}" for key, value in values.items())] * bool(differ)
-        text.append(training_tables(shared, models))
+        kind = ", ".join(f"{key} {value}" for key, value in values.items())
+        kinds.append((kind, shared, models))
+        text += [f"### {kind}"] * bool(differ) + [training_tables(shared, models)]
         members = [events for runs in models.values() for events in runs.values()]
         drawn, finished = {}, [events for events in members if epoch_losses(events) and final_loss(events) is not None]
         if any(map(epoch_losses, members)):
             text += ["#### Epochs", epochs_table(members)]
         if len(models) > len({events[0]["settings"]["model"] for events in members}):
-            drawn["rates"] = plot_rates  # alone, as a curve for each rate of each model would say little
+            drawn["rates"] = plot_rates
             text += ["No power laws: a model has several rates here."] * any(map(epoch_losses, members))
         else:
             drawn["curves"] = plot_curves
             drawn |= {"steps": plot_steps} if targets(models)[0] else {}
             drawn |= {"gap": plot_gap} if pairs(models, curve) else {}
-            drawn |= {"gradients": plot_gradients} if all(layer_spread(events)[0] for events in members) else {}
+            drawn |= {"gradients": plot_gradients} if any(layer_spread(events)[0] for events in members) else {}
             protocol = json.dumps({key: value for key, value in shared.items() if key != "size"}, sort_keys=True)
             named = {key: value for key, value in values.items() if key != "size"}
             sweeps.setdefault(protocol, (named, shared["tokens"], []))[-1].extend(finished)
         for name, plot in drawn.items():
             figures[run_name(name, *values.values()) + ".png"] = partial(plot, shared, models)
+    if "curves.png" not in figures and sum(len(models) for _, models in groups) <= MOST_CURVES:
+        figures["curves.png"] = partial(plot_overlay, kinds)
     for named, tokens, finished in sweeps.values():
         sizes = {}
         for events in finished:
@@ -770,37 +882,102 @@ def training_report(logs):
     return "\n\n".join(text), figures
 
 
+def csv_text(logs):
+    """{path: events} as CSV, a row for each run and evaluation; losses in nats a token. The event "val" is of the fixed
+    windows, "final" and "eval" of a whole split, or in tasks of a length."""
+    rows = []
+    for path, events in logs.items():
+        s = events[0]["settings"]
+        run = {"run": path} | {key: s.get(key) for key in ("model", "task", "size", "data", "lr", "steps", "epochs")}
+        run |= {"seed": s.get("seeds", s.get("seed")), "parameters": events[0]["params"]["total"]}
+        for e in events:
+            if e["event"] in ("val", "final", "eval") and ("val_loss" in e or "acc" in e):
+                found = ("event", "split", "step", "epoch", "tokens", "time_s", "val_loss", "length", "acc")
+                rows.append(run | {key: e.get(key) for key in found})
+    columns = [key for key in (rows or [{}])[0] if any(row[key] is not None for row in rows)]
+    writer = csv.DictWriter(text := io.StringIO(), columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+# ---- all ratios of steps in one figure ----
+
+
+def bounded_ratio(runs, others, target):
+    """The steps of one model to a loss over another's, over the seeds of both: (sign, [(steps, the other's)]).
+
+    sign: "="; or where runs of one model do not reach it, and their last steps stand for them, ">", the ratio is at
+    least that, or "<", at most; or "", with no pairs, if nothing follows."""
+    signs, both = set(), []
+    for seed in (seed for seed in runs if seed in others):
+        steps = [steps_to(target)(events) for events in (runs[seed], others[seed])]
+        last = [(curve(events)[0] or [0])[-1] for events in (runs[seed], others[seed])]
+        both.append(tuple(end if x is None else x for x, end in zip(steps, last)))
+        signs.add({(0, 0): "=", (1, 0): ">", (0, 1): "<"}.get(tuple(x is None for x in steps), ""))
+    sign, *others = signs.difference("=") or "="
+    return (sign, both) if sign and both and not others and min(map(min, both)) > 0 else ("", [])
+
+
+def forest(folders):
+    """All ratios of steps of runs of train.py, {name of a folder: logs}: (table, function that draws the figure)."""
+    found = {}  # {group: {(label, reference): {loss: bounded_ratio}}}
+    for folder, (shared, models) in ((folder, group) for folder, logs in folders.items() for group in group_runs(logs)):
+        rows = found.setdefault(f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}", {})
+        for label, other, _ in pairs(models, curve):
+            rows[label, other] = {f"{goal} {unit(shared['tokens'])}": bounded_ratio(models[label], models[other], goal)
+                                  for goal in targets(models)[0]}  # fmt: skip
+    losses = {loss for rows in found.values() for ratios in rows.values() for loss in ratios}
+    losses, table = sorted(losses, key=lambda loss: (-float(loss.split()[0]), loss)), []
+    if not losses:
+        raise InputError("no two models of these runs have a ratio of steps")
+    for group, rows in found.items():
+        for (label, other), ratios in rows.items():
+            cells = []
+            for sign, both in (ratios.get(loss, ("", [])) for loss in losses):
+                cells.append(ratio_text(both) if sign == "=" else f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-")
+            paper = PAPER["ratio of steps"].get(label, "-") if other == COMPLEX.get(label) else "-"
+            table.append([group, f"{label} / {other}", *cells, paper])
+    text = (f"Runs of {len(found)} kinds: steps of a pair's first model to a validation loss over the second's. "
+            "Above 1: the second is faster. Geometric means over seeds, 95 % intervals. > and <: runs do not reach the "
+            "loss, their last step stands for them, and the ratio is a bound.")  # fmt: skip
+    return markdown(["runs", "pair", *losses, "the paper's"], table, note=text), partial(plot_forest, found)
+
+
+def plot_forest(found, path):
+    """A row for each pair of `forest`: from top to bottom the ratios to ever lower losses, with 95 % intervals."""
+    lines = sum(1 + len(rows) for rows in found.values())
+    title = "Ratio of steps to the same validation loss: above 1 the second model of a pair is faster. In each row the "
+    title += "loss falls from top to bottom. Bars: 95 % over seeds; triangles: at least, or at most"
+    with figure(path, title, [""], height=0.34 * lines, xlabel="steps of the first over steps of the second") as (ax,):
+        y, names = 0, {}
+        for group, rows in found.items():
+            look = {"weight": "bold", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
+            ax.text(0.01, y, group, transform=ax.get_yaxis_transform(), va="center", **look)
+            for (label, other), ratios in rows.items():
+                y -= 1
+                names[y] = f"{label}\n/ {other}"
+                bounded = [ratio for ratio in ratios.values() if ratio[0]]
+                for at, (sign, both) in zip(np.linspace(y + 0.36, y - 0.36, len(bounded) + 2)[1:-1], bounded):
+                    (mean, ends), colour = mean_ratio(both), style(label)["color"]
+                    ax.plot(mean, at, sign.replace("=", "o"), color=colour, ms=4)
+                    if sign == "=" and ends:
+                        ax.plot(ends, [at, at], color=colour, lw=1.2)
+                ax.axhline(y - 0.5, color="0.9", lw=0.8)
+            y -= 1
+        ax.axvline(1, color="black", lw=1)
+        for label, ratio in PAPER["ratio of steps"].items():
+            text = f"the paper's {label} / {COMPLEX[label]}: {ratio}"
+            ax.axvline(float(ratio.split()[-1]), color=style(label)["color"], ls="--", lw=1.2, label=text)
+        ax.set(ylim=(y + 0.4, 0.6))
+        ax.set_yticks([*names], [*names.values()], fontsize=7)
+        ax.grid(False, axis="y")
+        log_axis(ax, "x", (0.5, 0.7, 1, 1.5, 2, 3, 4))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Tasks (CSP section 3, appendices A and B)
 
-# CSP tables 2-4: mean accuracy at these lengths, then the five seeds at 64. Table 1 prints other means at 16 and 32.
-PAPER_LENGTHS = (16, 32, 48, 64)
-PAPER_TASKS = {
-    "parity": {
-        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
-        "complex-rnn": ((1.000, 0.999, 0.998, 0.995), (1.000, 0.982, 0.995, 0.998, 1.000)),
-        "csp-vanilla": ((1.000, 0.970, 0.884, 0.782), (0.731, 0.716, 1.000, 0.737, 0.724)),
-        "csp-fast": ((1.000, 0.960, 0.891, 0.756), (0.895, 0.628, 0.775, 0.759, 0.721)),
-        "signed-mamba": ((0.971, 0.824, 0.743, 0.661), (0.677, 0.666, 0.696, 0.595, 0.673)),
-        "decoder": ((0.973, 0.729, 0.649, 0.606), (0.615, 0.602, 0.592, 0.616, 0.603)),
-    },
-    "mod3": {
-        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
-        "complex-rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
-        "csp-vanilla": ((1.000, 0.965, 0.927, 0.927), (0.978, 0.836, 0.997, 0.826, 0.996)),
-        "csp-fast": ((1.000, 0.888, 0.799, 0.684), (0.697, 0.663, 0.623, 0.746, 0.691)),
-        "signed-mamba": ((1.000, 0.642, 0.608, 0.564), (0.569, 0.570, 0.571, 0.563, 0.549)),
-        "decoder": ((1.000, 0.541, 0.509, 0.484), (0.485, 0.484, 0.480, 0.481, 0.492)),
-    },
-    "dyck1": {
-        "rnn": ((1.000, 1.000, 0.994, 0.988), (0.994, 0.987, 0.995, 0.976, 0.985)),
-        "complex-rnn": ((1.000, 0.990, 0.981, 0.967), (0.983, 0.973, 0.980, 0.937, 0.961)),
-        "csp-vanilla": ((1.000, 0.899, 0.864, 0.845), (0.748, 0.785, 0.850, 0.934, 0.907)),
-        "csp-fast": ((0.997, 0.919, 0.890, 0.871), (0.917, 0.916, 0.840, 0.751, 0.931)),
-        "signed-mamba": ((1.000, 0.931, 0.901, 0.907), (0.958, 0.960, 0.868, 0.892, 0.857)),
-        "decoder": ((1.000, 0.929, 0.917, 0.926), (0.919, 0.987, 0.979, 0.973, 0.769)),
-    },
-}
 PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", "decoder")
 
 
@@ -870,7 +1047,7 @@ def task_tables(logs):
             acc = {seed: accuracies(events) for seed, events in runs.items()}
             means, seeds = paper_task(task, model)
             printed = {n: f" *{mean:.3f}*" for n, mean in zip(PAPER_LENGTHS, means)}
-            cells = [with_range([a[n] for a in acc.values()], 3) + printed.get(n, "") for n in lengths]
+            cells = [range_text([a[n] for a in acc.values()], 3) + printed.get(n, "") for n in lengths]
             rows.append([model, f"{next(iter(runs.values()))[0]['params']['total']:,}", len(runs), *cells])
             if len(acc) > 1:
                 theirs = f"{statistics.stdev(seeds):.3f}" if seeds and longest == 64 else "-"
@@ -879,7 +1056,7 @@ def task_tables(logs):
             for other, of_other in earlier.items():
                 both = [(a, of_other[seed]) for seed, a in acc.items() if seed in of_other]
                 if len(both) > 1:
-                    cells = [difference([(a[n], b[n]) for a, b in both]) for n in lengths]
+                    cells = [difference_text([(a[n], b[n]) for a, b in both]) for n in lengths]
                     paired.append([task, f"{model} - {other}", len(both), *cells])
             earlier[model] = acc
             for seed, events in runs.items():
@@ -909,16 +1086,16 @@ def plot_lengths(task, models, path):
     """Accuracy by length and, at the longest, by position (CSP figures 3-5): means, and thin the seeds."""
     header = next(iter(next(iter(models.values())).values()))[0]
     s, seeds = header["settings"], "-".join(map(str, sorted({len(runs) for runs in models.values()})))
-    length, longest = s["train_length"], max(s["lengths"])
+    length, longest, lines = s["train_length"], max(s["lengths"]), {"by length": {}, "by position": {}}
+    for model, runs in models.items():
+        logged = [[e for e in events if e["event"] == "eval"] for events in runs.values()]
+        by_length = [tuple(zip(*sorted((e["length"], e["acc"]) for e in evals))) for evals in logged]
+        by_position = [next(e["acc_by_pos"] for e in evals if e["length"] == longest) for evals in logged]
+        lines["by length"][model] = style(model), by_length
+        lines["by position"][model] = style(model), [(range(1, longest + 1), acc) for acc in by_position]
     title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {seeds} seeds a model"
-    with figure(path, f"{title}; grey: always the commonest answer", ("", ""), 2, 3, ylabel="accuracy",
+    with figure(path, f"{title}; grey: always the commonest answer", lines, 2, height=3, ylabel="accuracy",
                 sharey=True) as (left, right):  # fmt: skip
-        for model, runs in models.items():
-            logged = [[e for e in events if e["event"] == "eval"] for events in runs.values()]
-            by_length = [sorted((e["length"], e["acc"]) for e in evals) for evals in logged]
-            by_position = [next(e["acc_by_pos"] for e in evals if e["length"] == longest) for evals in logged]
-            draw_runs(left, [tuple(zip(*points)) for points in by_length], model, **style(model))
-            draw_runs(right, [(range(1, longest + 1), acc) for acc in by_position], None, **style(model))
         for ax in (left, right):
             ax.axvline(length, color="0.4", ls=":", lw=1)
         right.axhline(max(header["data"]["shares"]), color="0.4", ls="--", lw=1)
@@ -930,7 +1107,7 @@ def plot_seeds(groups, path):
     """Accuracy of every seed at the longest length beside the paper's (CSP appendix B)."""
     longest = max(accuracies(next(iter(next(iter(next(iter(groups.values())).values())).values()))))
     title = f"Every seed, accuracy at length {longest}"
-    with figure(path, title, groups, len(groups), 3.2, ylabel="accuracy", sharey=True) as axes:
+    with figure(path, title, [*groups], len(groups), 3.2, ylabel="accuracy", sharey=True) as axes:
         for ax, (task, models) in zip(axes, groups.items()):
             for i, (model, runs) in enumerate(models.items()):
                 ours = [accuracies(events)[longest] for events in runs.values()]
@@ -948,15 +1125,18 @@ def plot_dynamics(groups, model, path):
     """Gradient norm and accuracy at the training length, by epoch, of every seed (CSP figure 6)."""
     groups = {task: models[model] for task, models in groups.items() if model in models}
     length = next(iter(next(iter(groups.values())).values()))[0]["settings"]["train_length"]
-    ylabel = "largest gradient norm\nsince the last point", f"accuracy at length {length}"
-    with figure(path, f"{model}: training, a line a seed", [*groups, *[""] * len(groups)], len(groups), 2.2,
-                "epoch", ylabel, sharex=True, sharey="row") as axes:  # fmt: skip
-        for upper, lower, runs in zip(axes, axes[len(groups) :], groups.values()):
-            for j, (seed, events) in enumerate(runs.items()):
+    lines = {}
+    for key, what in (("grad_max", "gradient"), ("acc", "accuracy")):
+        for task, runs in groups.items():
+            of_panel = lines.setdefault(f"{task}, {what}", {})
+            for (seed, events), colour in zip(runs.items(), COLOURS.values()):
                 train = [e for e in events if e["event"] == "train"]
-                epochs, look = [e["epoch"] for e in train], {"color": f"C{j % 10}", "lw": 0.8}
-                upper.semilogy(epochs, [e["grad_max"] for e in train], **look)
-                lower.plot(epochs, [e["acc"] for e in train], label=f"seed {seed}" if j < 10 else None, **look)
+                curve = [e["epoch"] for e in train], [e[key] for e in train]
+                of_panel[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [curve]
+    ylabel = "largest gradient norm\nsince the last point", f"accuracy at length {length}"
+    with figure(path, f"{model}: training, a line a seed", lines, len(groups), 2.2, "epoch", ylabel, sharex=True,
+                sharey="row") as axes:  # fmt: skip
+        axes[0].set_yscale("log")
 
 
 def task_figures(groups):
@@ -970,12 +1150,6 @@ def task_figures(groups):
 # ----------------------------------------------------------------------------------------------------------------------
 # PAM: the paper's metric and its scaling fits (PAM section III)
 
-PAPER_FITS = {  # slopes in loss and perplexity, (N, y) where the fits cross
-    "loss": {"pam": -0.15, "sam": -0.12, "crossing": (4.5e9, 2.05)},
-    "perplexity": {"pam": -0.65, "sam": -0.49, "crossing": (5.5e8, 10.6)},
-}
-PAPER_LOSSES = {"5m": {"pam": 5.56, "sam": 4.78}, "100m": {"pam": 3.56, "sam": 3.26}}  # ends of its sweep, in nats
-PAPER_RATIOS = {"5m": 2.18, "100m": 1.36}  # PAM's perplexity to SAM's
 SHAPE_OPTIONS = ("D", "L", "H", "N", "d", "heads", "mlp", "width")
 
 
@@ -1005,7 +1179,7 @@ def late_metric(values):
 
 
 def epochs_table(logs):
-    """Markdown: loss in nats a token and perplexity by epoch, and the paper's late metric of each run."""
+    """Markdown: loss in nats a token and perplexity by epoch, and the paper's late metric of each finished run."""
     rows = []
     for label, events in zip(run_labels(logs), logs):
         found, run = epoch_losses(events), [label, *map(events[0]["settings"].get, ("size", "seeds"))]
@@ -1015,9 +1189,11 @@ def epochs_table(logs):
             end, best = ([*of, math.nan][0] for of in losses)
             if losses[0] or epoch < max(found):  # ended
                 rows.append([*run, epoch, f"{end:.4f}", f"{best:.4f}", f"{math.exp(end):.2f}"])
-        late = late_losses(events)
-        (loss, sigma, _), (ppl, ppl_sigma, _) = late_metric(late), late_metric([math.exp(x) for x in late])
-        rows.append([*run, f"late, n = {len(late)}", f"{loss:.4f} +- {sigma:.4f}", "", f"{ppl:.2f} +- {ppl_sigma:.2f}"])
+        if final_loss(events) is not None:
+            late = late_losses(events)
+            (loss, sigma, _), (ppl, ppl_sigma, _) = late_metric(late), late_metric([math.exp(x) for x in late])
+            spread = f"{loss:.4f} +- {sigma:.4f}", "", f"{ppl:.2f} +- {ppl_sigma:.2f}"
+            rows.append([*run, f"late, n = {len(late)}", *spread])
     return markdown(["model", "size", "seed", "epoch", "loss", "best before", "perplexity"], rows)
 
 
@@ -1044,61 +1220,62 @@ def crossing(first, second, freedom):
     return 10**x, 10 ** (a + b * x), math.sqrt(abs(variance.sum()))  # abs: of a rounding error
 
 
-def meeting(models, first, second):
-    """Where the laws of two models of a fit of scaling_table cross, or None."""
-    (sizes, *_, law), (others, *_, other) = models[first], models[second]
-    return crossing(law, other, len(sizes) + len(others) - 4)
-
-
 def slope_text(law):
     return f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
 
 
+def split_shape(label):
+    """(model with its other options, [options of its shape])."""
+    model, *options = re.split("[: ]", label)
+    shape = sorted(option for option in options if option.split("=")[0] in SHAPE_OPTIONS)
+    return ":".join([model, *sorted({*options}.difference(shape))]), shape
+
+
 def sweep_name(events):
     """(model with its other options, size with the options of shape) of a run."""
-    s = events[0]["settings"]
-    model, *options = s["model"].split(":")
-    shape = sorted(option for option in options if option.split("=")[0] in SHAPE_OPTIONS)
-    return ":".join([model, *sorted({*options}.difference(shape))]), ":".join([s["size"], *shape])
+    name, shape = split_shape(model_label(events[0]["settings"]["model"]))
+    return name, ":".join([events[0]["settings"]["size"], *shape])
+
+
+def fit(points, first=None):
+    """Of points (N, y, sigma_log10) sorted by N: these, their power law, and where it crosses the fit `first`."""
+    sizes, values, _ = columns = [*zip(*points)]
+    law = power_law(sizes, values)
+    return *columns, law, first and crossing(first[3], law, len(first[0]) + len(sizes) - 4)
 
 
 def scaling_table(logs, tokens):
     """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the
     paper's: all of it if `tokens` are its own, "gpt2", else the slopes of the loss and their crossing. Returns
-    (Markdown, fits), fits being {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance))}}."""
-    runs, by_size = {}, {}  # {model: [run]}, {size: {model: {seed: run}}}; run: parameters, late metrics
+    (Markdown, {quantity: {model: fit}})."""
+    runs, by_size, own = {}, {}, tokens == "gpt2"  # {model: [run]}, {size: {model: {seed: run}}}
     for events in logs:
         (name, size), seed, late = sweep_name(events), events[0]["settings"]["seeds"], late_losses(events)
-        ppl = late_metric([math.exp(x) for x in late])
-        run = {"N": events[0]["params"]["total"], "loss": late_metric(late), "perplexity": ppl}
+        run = {"N": events[0]["params"]["total"], "loss": late_metric(late),
+               "perplexity": late_metric([math.exp(x) for x in late])}  # fmt: skip
         runs.setdefault(name, []).append(run)
         if by_size.setdefault(size, {}).setdefault(name, {}).setdefault(seed, run) is not run:
             raise InputError(f"two runs of {name}, size {size}, with seed {seed}: name one of them")
-    names, own = sorted(runs, key=lambda name: name != "pam"), tokens == "gpt2"
+    names = sorted(runs, key=lambda name: name != "pam")
     first, fits, rows, ends = names[0], {}, [], []  # the others are compared with the first
-    for quantity in ("loss", "perplexity"):
-        models, paper = fits.setdefault(quantity, {}), PAPER_FITS[quantity] if own or quantity == "loss" else {}
+    for quantity, paper in PAPER_FITS.items():
+        paper = paper if own or quantity == "loss" else {}
+        models = fits.setdefault(quantity, {})
         for name in names:
-            sizes, values, _, sigmas = zip(*sorted((run["N"], *run[quantity]) for run in runs[name]))
-            law = power_law(sizes, values)
-            models[name] = sizes, values, sigmas, law
-            met, cells = None if name == first else meeting(models, first, name), ["-", "-", "-"]
-            if met:
-                cells[:2] = f"{met[0]:.2g} ({met[1]:.3g})", f"{math.log10(met[0]):.2f} +- {met[2]:.2f}"
+            points = sorted((run["N"], run[quantity][0], run[quantity][2]) for run in runs[name])
+            sizes, *_, law, met = models[name] = fit(points, models.get(first))
+            place = [f"{met[0]:.2g} ({met[1]:.3g})", f"{math.log10(met[0]):.2f} +- {met[2]:.2f}"] if met else ["-", "-"]
+            theirs = "-"
             if paper and (first, name) == ("pam", "sam"):
-                cells[2] = f"{paper['crossing'][0]:.2g}" + f" ({paper['crossing'][1]})" * own
-            rows.append([quantity, name, len(sizes), len({*sizes}), slope_text(law), paper.get(name, "-"), *cells])
-
-    def largest(size):
-        return max(run["N"] for seeds in by_size[size].values() for run in seeds.values())
-
-    for size, models in ((size, by_size[size]) for size in sorted(by_size, key=largest)):
-        for name, seeds in models.items():
-            theirs = models.get(first, {}) if name != first else {}
-            shared = [seed for seed in seeds if seed in theirs]
-            both = [(theirs[seed]["perplexity"][0], seeds[seed]["perplexity"][0]) for seed in shared]
-            compared = ratio(both) + of_seeds(len(both), len(seeds)) if both else "-"
-            loss = with_range([run["loss"][0] for run in seeds.values()], 3)
+                theirs = f"{paper['crossing'][0]:.2g}" + f" ({paper['crossing'][1]})" * own
+            slopes = [slope_text(law), paper.get(name, "-")]
+            rows.append([quantity, name, len(sizes), len({*sizes}), *slopes, *place, theirs])
+    for size in sorted(by_size, key=lambda size: max(run["N"] for of in by_size[size].values() for run in of.values())):
+        for name, seeds in by_size[size].items():
+            theirs = by_size[size].get(first, {}) if name != first else {}
+            both = [(theirs[s]["perplexity"][0], run["perplexity"][0]) for s, run in seeds.items() if s in theirs]
+            compared = ratio_text(both) + of_seeds(len(both), len(seeds)) if both else "-"
+            loss = range_text([run["loss"][0] for run in seeds.values()], 3)
             printed = PAPER_LOSSES.get(size, {}).get(name, "-") if own else "-"
             printed_ratio = PAPER_RATIOS.get(size, "-") if own and (first, name) == ("pam", "sam") else "-"
             total = f"{next(iter(seeds.values()))['N']:,}"
@@ -1114,53 +1291,85 @@ def scaling_table(logs, tokens):
 
 def plot_scaling(fits, tokens, path):
     """PAM figure 2: loss and perplexity against parameters, error bars, fits, their crossing unless it is far away;
-    hollow markers are the paper's ends of the sweep, of its `tokens`."""
-    with figure(path, "Late-epoch loss and perplexity by parameters, a point a run", ("", ""), height=3,
-                xlabel="parameters", ylabel=("validation loss, nats", "validation perplexity"),
-                sharex=True) as axes:  # fmt: skip
+    hollow markers are the paper's ends of the sweep, of its `tokens`. Runs of one size stand side by side."""
+    title = "Late-epoch loss and perplexity by parameters, a point a run"
+    with figure(path, title, ["", ""], height=3, xlabel="parameters", sharex=True,
+                ylabel=("validation loss, nats", "validation perplexity")) as axes:  # fmt: skip
         for ax, (quantity, models) in zip(axes, fits.items()):
-            names, paper = list(models), PAPER_FITS[quantity] if tokens == "gpt2" or quantity == "loss" else {}
-            met = meeting(models, *names[:2]) if len(names) > 1 else None
+            first, paper = next(iter(models)), PAPER_FITS[quantity] if tokens == "gpt2" or quantity == "loss" else {}
             largest = max(max(sizes) for sizes, *_ in models.values())
-            shown = [met[0]] if met and largest / 1e3 < met[0] < 1e3 * largest else []
-            for name, (sizes, values, sigmas, law) in models.items():
-                colour, marker = style(name)["color"], "^*os"[names.index(name) % 4]
+            far = [met[0] for *_, met in models.values() if met and largest / 1e3 < met[0] < 1e3 * largest]
+            for i, (name, (sizes, values, sigmas, law, met)) in enumerate(models.items()):
+                colour, marker = style(name)["color"], "^*os"[i % 4]
                 bars = [y * s * math.log(10) for y, s in zip(values, sigmas)]
+                beside = [n * 1.012 ** (4 * i + list(sizes[:k]).count(n)) for k, n in enumerate(sizes)]
                 label = f"{name}, {quantity}: slope {slope_text(law)}"
                 label += f" (the paper's {paper[name]})" if name in paper else ""
-                ax.errorbar(sizes, values, bars, fmt=marker, color=colour, capsize=2, label=label)
-                ends = [min(*sizes, *shown), max(*sizes, *shown)]
+                ax.errorbar(beside, values, bars, fmt=marker, color=colour, ms=5, lw=0.8, capsize=2, label=label)
+                ends = [min(*sizes, *far), max(*sizes, *far)]
                 ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
                 for size, losses in PAPER_LOSSES.items() if tokens == "gpt2" else ():
                     at = 1e6 * float(size[:-1])
                     if name in losses and sizes[0] / 2 < at < 2 * sizes[-1]:
                         theirs = losses[name] if quantity == "loss" else math.exp(losses[name])
                         ax.plot(at, theirs, marker, color=colour, mfc="none", ms=9)
-            if shown:
-                theirs = f" (the paper's {paper['crossing'][0]:.2g})" if paper and names[:2] == ["pam", "sam"] else ""
-                place = f"10^({math.log10(met[0]):.2f} +- {met[2]:.2f})"
-                label = f"{quantity}: {names[1]} crosses {names[0]} at {place}{theirs}"
-                ax.axvline(met[0], ls=":", color="grey", label=label)
-            ax.set(xscale="log", yscale="log")
+                if met and met[0] in far:
+                    label = f"{quantity}: {name} crosses {first} at 10^({math.log10(met[0]):.2f} +- {met[2]:.2f})"
+                    if paper and (first, name) == ("pam", "sam"):
+                        label += f" (the paper's {paper['crossing'][0]:.2g})"
+                    ax.axvline(met[0], ls=":", color="grey", label=label)
+            ax.set_yscale("log")
+            log_axis(ax, "x", form=lambda n, _: f"{n / 1e6:g}M")
             ax.yaxis.set_major_formatter("{x:g}")
             ax.yaxis.set_minor_formatter("{x:g}")
 
 
+def find_logs(run):
+    """What a RUN on the command line names: a log or run folder, or each of a folder of logs."""
+    path = Path(os.path.expanduser(run))
+    inside = sorted(path.glob("*.jsonl")) if path.is_dir() else []
+    return inside if inside and path / "log.jsonl" not in inside else [path]
+
+
 def main():
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders or log.jsonl files")
-    parser.add_argument("--out", metavar="FOLDER", help="folder for the tables, as tables.md, and the figures")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, log.jsonl files or folders of logs")
+    where = "folder for the tables, as tables.md, and the figures; or a figure's own name, such as curves.pdf"
+    parser.add_argument("--out", help=where)
+    parser.add_argument("--csv", metavar="FILE", help="file for all evaluations, a row each")
+    parser.add_argument("--forest", action="store_true", help="one figure: all ratios of steps, by folder")
     args = parser.parse_args()
-    runs, out = [os.path.expanduser(run) for run in args.runs], None if args.out is None else parse_out(args.out)
-    logs = [read_log(run) for run in runs]
-    of_tasks = ["task" in events[0]["settings"] for events in logs]
-    if any(of_tasks) and not all(of_tasks):
+    alone = Path(os.path.expanduser(args.out or ""))  # a figure, if it ends as one
+    out = None if args.out is None else alone.parent if alone.suffix in FORMATS else parse_out(args.out)
+    logs = {path: read_log(path) for run in args.runs for path in find_logs(run)}
+    programs = {"task" in events[0]["settings"] for events in logs.values()}
+    if len(programs) > 1:
         raise InputError("logs of train.py and of tasks.py do not go into one report")
-    if of_tasks[0]:
-        logs = [check_task(events, run) for events, run in zip(logs, runs)]
-        show_report(task_tables(logs), task_figures(group_tasks(logs)), out)
+    of_tasks, written, tables = programs.pop(), None, "tables.md"
+    logs = {path: (check_task if of_tasks else check_training)(events, path) for path, events in logs.items()}
+    if args.forest:
+        if of_tasks:
+            raise InputError("--forest takes runs of train.py: those of tasks.py have no steps to a loss")
+        folders = {}
+        for path, events in logs.items():
+            folder = (path.parent if path.name == "log.jsonl" else path).absolute().parent.name
+            folders.setdefault(folder, []).append(events)
+        text, plot = forest(folders)
+        name = alone if alone.suffix in FORMATS else Path("forest.png")
+        figures, tables = {name.name: plot}, f"{name.stem}.md"
+    elif of_tasks:
+        text, figures = task_tables([*logs.values()]), task_figures(group_tasks([*logs.values()]))
     else:
-        show_report(*training_report([check_training(events, run) for events, run in zip(logs, runs)]), out)
+        text, figures = training_report([*logs.values()])
+    if alone.suffix in FORMATS and not args.forest:
+        if f"{alone.stem}.png" not in figures:
+            names = ", ".join(name.removesuffix(".png") for name in figures)
+            raise InputError(f"--out {args.out} is no figure of these runs, which have {names}")
+        figures, written = {alone.name: figures[f"{alone.stem}.png"]}, ""
+    if args.csv is not None:
+        with explain(f"write {args.csv}"):
+            replace_file(Path(os.path.expanduser(args.csv)), lambda f: f.write(csv_text(logs).encode()))
+    show_report(text, figures, out, written, tables)
 
 
 if __name__ == "__main__":
