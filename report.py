@@ -308,10 +308,11 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", **s
             ax.axis("off")
         yield axes[: len(panels)]
         handles = [pair for ax in axes for pair in zip(*ax.get_legend_handles_labels())]
-        labelled = {name.encode(errors="replace").decode(): handle for handle, name in handles}
+        labelled = {textwrap.fill(name.encode(errors="replace").decode(), 100): handle for handle, name in handles}
         across = max(1, min(len(labelled), int(128 / (11 + max(map(len, labelled), default=0)))))
         lines, title = -(-len(labelled) // across), textwrap.fill(title, 108)
-        fig.set_size_inches(7.5, height * rows + 0.2 * lines + 0.15 * title.count("\n") + 0.3)
+        breaks = sum(text.count("\n") for text in (title, *labelled))
+        fig.set_size_inches(7.5, height * rows + 0.2 * lines + 0.15 * breaks + 0.3)
         fig.suptitle(title.encode(errors="replace").decode(), fontsize=9, parse_math=False)
         if labelled:
             legend = fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
@@ -535,7 +536,8 @@ def group_runs(logs):
     groups, place = {}, {name: i for i, name in enumerate(FAMILIES)}
     for events in logs:
         settings = {"tokens": "bytes"} | {k: v for k, v in events[0]["settings"].items() if v is not None}
-        shared = {k: v for k, v in settings.items() if k not in NOT_SHARED} | {"data": events[0]["data"]}
+        data = {key: events[0]["data"][key] for key in ("name", "size", "sha256")}  # not what a folder left out
+        shared = {k: v for k, v in settings.items() if k not in NOT_SHARED} | {"data": data}
         groups.setdefault(json.dumps(shared, sort_keys=True), (shared, []))[1].append(events)
     found = []
     for shared, members in groups.values():
@@ -602,7 +604,7 @@ def describe(shared, models):
     o = headers[0].get("optimizer")
     adamw = f", AdamW {tuple(o['betas'])}, decay {o['decay']}, gradients clipped at {o['clip']:g}" if o else ""
     return (
-        f"Data: {d['name']}, {d.get('size', 0):,} tokens, SHA-256 {d.get('sha256', '?')[:12]}. {shared['steps']:,} "
+        f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {shared['steps']:,} "
         f"steps of {shared['batch']} x {shared['seq']} tokens, {rate}{adamw}, {shared['dtype']}. Validation every "
         f"{shared.get('eval_every', '?')} steps on {shared['eval_seqs']} fixed windows, at the end on the whole split. "
         f"{device}; threads: {threads}; PyTorch {torch}; code {git}. In brackets: lowest and highest seed; +- and "
@@ -887,7 +889,7 @@ def csv_text(logs):
     windows, "final" and "eval" of a whole split, or in tasks of a length."""
     rows = []
     for path, events in logs.items():
-        s = events[0]["settings"]
+        s = events[0]["settings"] | {"data": events[0]["data"].get("name")}
         run = {"run": path} | {key: s.get(key) for key in ("model", "task", "size", "data", "lr", "steps", "epochs")}
         run |= {"seed": s.get("seeds", s.get("seed")), "parameters": events[0]["params"]["total"]}
         for e in events:

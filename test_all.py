@@ -4990,6 +4990,7 @@ def test_report_writes_what_is_asked_for(program):
         write_log(folder, {"a": "hmamba", "b": "mamba"}[folder[-1]], [8, 3.5 if folder[-1] == "b" else 3])
     shutil.move("code/a", "english/c")  # whatever a run's folder is called
     edit_log("english/c", lambda lines: [lines[0].replace('"1"', '"2"'), *lines[1:]])
+    edit_log("english/b", lambda lines: [lines[0].replace('"size": 1000', '"size": 1000, "left_out": "x"'), *lines[1:]])
     code, out, err = program(report, *Path("english").iterdir(), "--forest", "--out", "all.png")
     assert (code, err, Path("all.md").read_text() in out) == (0, "", True) and Path("all.png").stat().st_size > 10_000
     assert "| english: text, tiny, 20 steps, warmup of 15; 1-2 seeds a model | mamba / hmamba | 1.11 | " in out
