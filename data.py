@@ -6,8 +6,8 @@
     python data.py FILE --column content    of a parquet or JSON lines file another column than `text`
     python data.py owt --verify             compares size and hash with what was prepared
 
-corpus    one flat file of tokens (bytes: 256 of them). It is memory-mapped, and may be larger than memory. It is made
-          whole or not at all, in a folder of its own, where meta.json records how far that came
+corpus    one flat file of tokens (bytes: 256 of them), memory-mapped: it may be larger than memory. It is made whole or
+          not at all, in a folder of its own, where meta.json records how far that came
 file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
           it. Its first 64 kB show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
 folder    its files, one after another, sorted by path. Hidden names, caches, folders of runs and what holds no text as
@@ -35,6 +35,7 @@ import stat
 import sys
 import sysconfig
 import time
+import unicodedata
 import uuid
 import zipfile
 import zlib
@@ -222,10 +223,8 @@ class Corpus:
         return said | ({"left_out": self.left_out} if self.left_out else {})
 
     def check_unchanged(self):
-        """Raises DataChanged if the mapped file is no longer what it was. Takes a microsecond.
-
-        It is judged by its size and times of change; where only these differ, by its hash, if that was read before.
-        To read a mapped file where it was cut ends the process with a bus error."""
+        """Raises DataChanged if size and times of change of the mapped file are no longer what they were; where only
+        the times differ, its hash decides, if that was read before. Takes a microsecond."""
         now, was = stamp_of(self.file), self.stamp
         if now == was:
             return
@@ -240,11 +239,9 @@ class Corpus:
         """The tokens of "train", "val" or "test", a view of the map. Raises InputError for any other name."""
         if name not in SPLITS:
             raise InputError(f"unknown split {name!r}: choose one of {', '.join(SPLITS)}")
-        if splits := self.record.get("splits"):  # in bytes
-            first, last = (place // self.tokens.itemsize for place in splits[name])
-        else:
-            first, last = (len(self.tokens) * percent // 100 for percent in SPLITS[name])
-        return self.tokens[first:last]
+        if splits := self.record.get("splits"):
+            return self.tokens[slice(*(place // self.tokens.itemsize for place in splits[name]))]
+        return self.tokens[slice(*(len(self.tokens) * percent // 100 for percent in SPLITS[name]))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,9 +327,7 @@ MAY_PASS = {401, 403, 408, 416, 425, 429}  # a signed URL that expired, a crowde
 
 
 def request(url, start=0):
-    """The answer that holds a file from byte `start` on. Raises RequestException, or InputError if nothing helps.
-
-    Always asked for at the original URL: those that it redirects to expire."""
+    """The answer that holds a file from byte `start` on. Raises RequestException, or InputError if nothing helps."""
     import requests
 
     headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"}
@@ -347,10 +342,10 @@ def request(url, start=0):
         headers |= {"Authorization": f"Bearer {token}"} if token else {}  # dropped on a redirect to another host
     try:
         answer = requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
-    except requests.RequestException:
-        raise
-    except (OSError, ValueError) as e:  # before anything is sent: a file of certificates that is none, ...
-        raise InputError(f"cannot download {url}: {e}") from None
+    except (OSError, ValueError) as e:
+        if isinstance(e, requests.RequestException):
+            raise
+        raise InputError(f"cannot download {url}: {e}") from None  # a file of certificates that is none, ...
     if answer.status_code not in (200, 206):
         raise requests.HTTPError(f"HTTP status {answer.status_code}", response=answer)
     if answer.headers.get("Content-Type", "").startswith("text/html"):
@@ -361,8 +356,7 @@ def request(url, start=0):
 def retry(action, url, path, tries, position=lambda: 0):
     """Returns what action() returns, once it succeeds; pauses between the tries, as long as the server asks to.
 
-    Args: url, path: for messages; tries: how often in a row without a megabyte gained; position: a function that tells
-        how many bytes have come. Raises: InputError when it is in vain."""
+    Raises InputError after `tries` in a row without a megabyte gained; position() tells how many bytes have come."""
     with needs("requests"):
         import requests
         from urllib3 import Retry
@@ -377,17 +371,16 @@ def retry(action, url, path, tries, position=lambda: 0):
             failures = 1 if position() - received >= 1 << 20 else failures + 1
             reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
             lasts = isinstance(e, ValueError) or "certificate" in str(e)  # a URL that is none, ...
-            status, wait = getattr(e.response, "status_code", 400 if lasts else 500), None
-            if status in (429, 503):  # `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`
-                limit = re.search(r"\bt=(\d+)", e.response.headers.get("RateLimit", ""))
-                wait = int(limit[1]) if limit else None
+            wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
+            if e.response is not None:
+                lasts = e.response.status_code < 500 and e.response.status_code not in MAY_PASS
+                if limit := re.search(r"\bt=(\d+)", e.response.headers.get("RateLimit", "")):  # "api";r=0;t=55
+                    wait = int(limit[1])
                 with suppress(InvalidHeader):
                     wait = Retry().get_retry_after(e.response.raw) or wait
-            if wait is None:
-                wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
             if wait > LONGEST_WAIT:
-                reason, status = f"{reason}, asks to wait {wait:.0f} s", 400
-            if failures == tries or (status < 500 and status not in MAY_PASS):
+                lasts, reason = True, f"{reason}, asks to wait {wait:.0f} s"
+            if lasts or failures == tries:
                 raise InputError(f"cannot download {url} ({reason}): run again later, which goes on where it stopped, "
                                  f"or fetch {path.name} by hand and put it into {path.parent}") from None  # fmt: skip
             note(f"{path.name}: {reason}; trying again in {wait:.1f} s")
@@ -483,7 +476,10 @@ def obtain(source, path):
 # What files hold
 
 NOTHING = 'it holds no text to train on (--column "" takes the bytes of any file)'
-FOREIGN = {  # (offset, bytes) of what is no text and can be made one: what it is, and what to do about it
+KINDS = {  # (offset, bytes) of what is no text: what it is, and how to make it one, or None if that is done here
+    (0, b"PK\3\4"): ("zip", None),
+    (0, b"PK\5\6"): ("zip", None),  # an empty one
+    (0, b"PAR1"): ("parquet", None),
     (0, b"\x1f\x8b\x08"): ("gzip", "gunzip {}"),
     (4, b"1AY&SY"): ("bzip2", "bunzip2 {}"),
     (0, b"\xfd7zXZ\0"): ("xz", "unxz {}"),
@@ -495,10 +491,11 @@ FOREIGN = {  # (offset, bytes) of what is no text and can be made one: what it i
     (0, b"%PDF-"): ("PDF", "pdftotext {}"),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"): ("Office document", "soffice --convert-to txt {}"),
     (0, b"\xff\xfe\0\0"): ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
-    **dict.fromkeys([(0, b"\xff\xfe"), (0, b"\xfe\xff")], ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt")),
+    (0, b"\xff\xfe"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
+    (0, b"\xfe\xff"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
     (0, b"\x93NUMPY"): ("numpy array", "write GPT-2's tokens as little-endian uint16 to a file NAME.tokens"),
 }
-IN_ZIP = {  # the files that only such an archive holds; *: in its one folder
+ZIPS = {  # the files that only such an archive holds; *: in its one folder
     "*/data.pkl */version": ("checkpoint of PyTorch", NOTHING),
     "[Content_Types].xml": ("Office document", "soffice --convert-to txt {}"),
     "mimetype META-INF/container.xml": ("e-book", "pandoc -t plain {} > FILE.txt"),
@@ -509,7 +506,7 @@ LONGEST_LINE = 1 << 26  # bytes, of a JSON lines file
 
 
 def kind_of(file, column):
-    """What an open file holds: ("bytes" | "zip" | "parquet" | "JSON lines", None), or what it is, and what to do.
+    """What an open file holds ("bytes", "JSON lines", or one of KINDS), and what to do about it, or None.
 
     Its first 64 kB decide. Text, of any encoding, has no NUL in them and hardly a control character."""
     file.seek(0)
@@ -517,19 +514,17 @@ def kind_of(file, column):
     if not column and not tokens:
         return "bytes", None
     if b"\0" in head or 100 * (len(head) - len(head.translate(None, CONTROLS))) > len(head) or tokens:
-        for (offset, magic), found in FOREIGN.items():
-            if head.startswith(magic, offset):
-                return found
-        packed = "zip" if head.startswith((b"PK\3\4", b"PK\5\6")) else "parquet" if head.startswith(b"PAR1") else None
-        if packed and isinstance(file, zipfile.ZipExtFile):
-            return f"{packed} in a zip archive", "unzip it"
-        if packed == "zip":
+        other = ("GPT-2's tokens", None) if tokens else ("binary data", NOTHING)
+        kind, advice = next((found for (at, magic), found in KINDS.items() if head.startswith(magic, at)), other)
+        if isinstance(file, zipfile.ZipExtFile) and not advice:
+            return f"{kind} in a zip archive", "unzip it"
+        if kind == "zip":
             with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told later
                 names = archive.namelist()
-                for members, found in IN_ZIP.items():
+                for members, found in ZIPS.items():
                     if set(members.replace("*", "".join(names[:1]).partition("/")[0]).split()) <= set(names):
                         return found
-        return ("GPT-2's tokens", None) if tokens else (packed, None) if packed else ("binary data", NOTHING)
+        return kind, advice
     start, rows = head.removeprefix(codecs.BOM_UTF8).lstrip(), []
     if re.match(rb'\[\s*\{(?s:.*?)%s\s*:' % re.escape(json.dumps(column)).encode(), start):
         return "JSON array", "jq -c '.[]' {} > FILE.jsonl"
@@ -586,36 +581,37 @@ def list_files(root, stdlib=False):
         leave_out(left, own.relative_to(root).as_posix(), "cache")
     while todo:
         for path in todo.pop().iterdir():
-            name, link = path.relative_to(root).as_posix(), path.is_symlink()
+            name, link, why = path.relative_to(root).as_posix(), path.is_symlink(), None
             if stdlib and (path.name in NOT_STDLIB or not (path.is_dir() or (path.suffix == ".py" and path.is_file()))):
                 continue
-            if path.name.startswith(".") or (link and not path.exists()):
-                leave_out(left, name, "hidden" if path.name.startswith(".") else "broken link")
-                continue
+            if path.name.startswith("."):
+                why = "hidden"
+            elif link and not path.exists():
+                why = "broken link"
             # A link out could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
-            if link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
+            elif link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
                 raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
-            info = path.stat()
-            if any(os.path.samestat(info, stream) for stream in output):
-                leave_out(left, name, "output of this program")
-            elif stat.S_ISREG(info.st_mode):
-                if path.name == "tables.md" and is_report(path):
-                    leave_out(left, name, "tables of runs")
-                else:
-                    files.append((name, info.st_size, info.st_mtime_ns))
-            elif not stat.S_ISDIR(info.st_mode):
+            elif any(os.path.samestat(path.stat(), stream) for stream in output):
+                why = "output of this program"
+            elif path.is_file() and path.name == "tables.md" and is_report(path):
+                why = "tables of runs"
+            elif path.is_file():
+                files.append((name, path.stat().st_size, path.stat().st_mtime_ns))
+            elif not path.is_dir():
                 raise InputError(f"{path} is not a regular file: remove it from the folder")
             elif is_run(path):
-                leave_out(left, name, "folder of a run")
+                why = "folder of a run"
             elif path.name == "__pycache__" or (path / "pyvenv.cfg").exists():
-                leave_out(left, name, "cache")
+                why = "cache"
             elif not link and path != own:  # a linked folder is read under its own name
                 todo.append(path)
+            if why:
+                leave_out(left, name, why)
     return sorted(files), {} if stdlib else left
 
 
 def read_source(recipe, _, root, left):
-    """Yields the texts of a file, or of the files of a folder, in lists; adds to `left` what holds none as it is."""
+    """Yields the texts of a file, or of the files of a folder; adds to `left` what holds none as it is."""
     files, _ = list_files(root, recipe.origin == "stdlib")
     for name, _, _ in files:
         path = root / name if name else root
@@ -626,7 +622,7 @@ def read_source(recipe, _, root, left):
 
 
 def read_file(file, path, name, recipe, left):
-    """Yields the texts of an open file, in lists: documents, each with the separator, or bytes as they come."""
+    """Yields the texts of an open file: documents, each with the separator, or bytes as they come."""
     (kind, advice), separator = kind_of(file, recipe.column), recipe.separator.encode()
     file.seek(0)
     if advice:
@@ -636,18 +632,17 @@ def read_file(file, path, name, recipe, left):
     elif kind == "zip":
         yield from read_zip(file, path, name, recipe, left)
     elif kind == "parquet":
-        for texts in read_parquet(file, path, recipe.column):
-            yield [text + separator for text in texts]
+        yield from (text + separator for text in read_parquet(file, path, recipe.column))
     elif kind == "JSON lines":
         for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
             try:
                 text = json.loads(line)[recipe.column] if line.strip() else None
                 if text is not None:
-                    yield [text.encode(errors="replace") + separator]
+                    yield text.encode(errors="replace") + separator
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise InputError(f"{path}, line {number:,}: no JSON with a string named {recipe.column}") from None
     else:
-        yield from ([chunk] for chunk in iter(partial(file.read, 1 << 20), b""))
+        yield from iter(partial(file.read, 1 << 20), b"")
 
 
 def read_zip(file, path, name, recipe, left):
@@ -666,7 +661,7 @@ def read_zip(file, path, name, recipe, left):
 
 
 def read_parquet(file, path, column):
-    """Yields the documents in a column of a parquet file, at most 1,000 rows at a time."""
+    """Yields the documents in a column of a parquet file. At most 1,000 rows are read at a time."""
     with needs("pyarrow"):
         import pyarrow as pa
         from pyarrow.parquet import ParquetFile
@@ -680,7 +675,7 @@ def read_parquet(file, path, column):
             kind = getattr(columns[column], "value_type", columns[column])  # of a dictionary that of its values
             for group in range(table.num_row_groups):
                 for batch in table.iter_batches(1000, row_groups=[group], columns=[column]):
-                    yield batch.column(0).cast(kind).cast(pa.large_binary()).drop_null().to_pylist()
+                    yield from batch.column(0).cast(kind).cast(pa.large_binary()).drop_null().to_pylist()
     except pa.ArrowException as e:
         raise InputError(f"{path} is not a readable parquet file ({' '.join(str(e).split())[:200]})") from None
 
@@ -692,8 +687,8 @@ def content_sha256(path):
             return hash_file(path)
         digest = hashlib.sha256()
         with suppress(InputError):
-            for texts in read_file(file, path, path.name, Recipe(""), {}):
-                digest.update(b"".join(texts))
+            for text in read_file(file, path, path.name, Recipe(""), {}):
+                digest.update(text)
             return digest.hexdigest()
 
 
@@ -813,14 +808,11 @@ def build(path, recipe, record, read):
             file = Path(source.url) if recipe.origin else folder / source.url.rpartition("/")[2]
             if number >= len(record["sources"]) and not record["cut"]:
                 sha256 = None if recipe.origin else obtain(source, file)
-                for texts in read(source, file, record["left_out"]):
-                    ends = out.tell() + np.cumsum([len(text) for text in texts])
-                    if recipe.cut and ends[-1:].sum() > recipe.cut:
-                        texts = texts[: int((ends <= recipe.cut).sum())]
+                for text in read(source, file, record["left_out"]):
+                    if recipe.cut and out.tell() + len(text) > recipe.cut:
                         record["cut"] = {"source": source.url}
-                    bar.update(out.write(b"".join(texts)))
-                    if record["cut"]:
                         break
+                    bar.update(out.write(text))
                 record["sources"].append({"url": source.url, "sha256": sha256})
                 if source.split:
                     begin = max((end for _, end in record["splits"].values()), default=0)
@@ -842,7 +834,7 @@ def prepare(path, recipe, read, verify=False):
     """Makes the corpus of a recipe in path, unless it is there, whole. Returns its record (see read_record).
 
     That is seen at its size and time of change; its hash is taken if `verify`, or if something wrote to it since.
-    read: a function of a source, its path and {why: names} of what it leaves out, that yields lists of texts."""
+    read: a function of a source, its path and {why: names} of what it leaves out, that yields texts."""
     folder, record = path.parent, read_record(path, recipe)
     if not record["sha256"]:
         with writes_into(folder):
@@ -940,26 +932,19 @@ def gpt2_encoding():
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
 
-@lru_cache(maxsize=1)
-def last_cut():
-    """A compiled pattern: text up to the last place where a piece of GPT2_PATTERN ends whatever follows: before blanks,
-    and before the last of several; between a letter or number and what is neither; between a letter and a number."""
-    import tiktoken
+# Where a piece of GPT2_PATTERN ends whatever follows: before blanks, before the last of several, and behind a word or
+# number. Over the categories of characters; Z: blanks, C: controls, and what a newer Unicode may call otherwise.
+CUT = re.compile("[^Z]Z|ZZ[^Z]|L[MNPS]|N[LMPS]")
 
-    every = "".join(map(chr, (*range(0xD800), *range(0xE000, 1 << 16), *range(0x1F300, 0x1FB00))))  # and emoji
 
-    def characters(pattern):
-        """Those that tiktoken's own Unicode says are such, as ranges: it may be another than Python's."""
-        encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={bytes([b]): b for b in range(256)},
-                                     special_tokens={})  # fmt: skip
-        found = map(ord, bytes(encoding.encode_ordinary(every)).decode())
-        runs = (list(run) for _, run in itertools.groupby(enumerate(found), lambda pair: pair[1] - pair[0]))
-        return "".join(rf"\U{run[0][1]:08x}-\U{run[-1][1]:08x}" for run in runs)
-
-    B, L, N, M = map(characters, (r"\s", r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]"))
-    cuts = (f"[^{B}]", f"[{B}]"), (f"[{B}]", f"[{B}][^{B}]"), (f"[{L}{N}]", f"[{M}]"), (f"[{L}]", f"[{N}]")
-    cut = "|".join(f"(?<={before})(?={after})" for before, after in (*cuts, cuts[-1][::-1]))
-    return re.compile(f"(?s:.*)(?:{cut})")
+def last_cut(text):
+    """The last place of text that CUT allows, or 0."""
+    kinds = ""
+    for place in range(len(text) - 1, -1, -1):
+        kinds = ("Z" if text[place] in "\t\n\v\f\r\x85" else unicodedata.category(text[place])[0]) + kinds[:2]
+        if CUT.match(kinds):
+            return place + 1
+    return 0
 
 
 def codec(vocab_size):
@@ -978,8 +963,7 @@ def codec(vocab_size):
 
 def encode_blocks(file, size, path, begin):
     """Yields the tokens of the next `size` bytes of an open file, block by block: the same as of all in one piece.
-
-    path, and begin, the byte where the file stands, are for messages. Raises InputError: not UTF-8, or never cut."""
+    path, and begin, the byte where the file stands, are for messages."""
     encoding, raw, end = gpt2_encoding(), b"", begin + size  # raw: what is read, and not encoded yet
     while begin < end:
         if not (more := file.read(min(BLOCK, end - begin - len(raw)))):
@@ -990,9 +974,7 @@ def encode_blocks(file, size, path, begin):
             text, _ = codecs.utf_8_decode(raw, "strict", last)
         except UnicodeDecodeError as e:
             raise InputError(f"{path} is not UTF-8 text: byte {begin + e.start:,}") from None
-        if not last:
-            found = last_cut().match(text)
-            text = text[: found.end()] if found else ""
+        text = text if last else text[: last_cut(text)]
         if not text and len(raw) > LONGEST_PIECE:
             raise InputError(f"{path} cannot be cut into GPT-2's tokens: byte {begin:,} begins a word, or a blank, of "
                              f"more than {LONGEST_PIECE:,} bytes; break it up")  # fmt: skip
@@ -1002,9 +984,7 @@ def encode_blocks(file, size, path, begin):
 
 
 def tokenize(corpus, verify=False):
-    """The corpus in GPT-2's tokens, prepared as it was; split by split if it has its own.
-
-    Raises InputError: not UTF-8, wrong counts of WikiText-103."""
+    """The corpus in GPT-2's tokens, prepared as it was; split by split if it has its own."""
     splits = corpus.record.get("splits") or {"": [0, len(corpus.tokens)]}
 
     def read(source, _, left_out):
@@ -1013,7 +993,7 @@ def tokenize(corpus, verify=False):
         count = 0
         for tokens in encode_blocks(corpus.file, end - begin, corpus.path, begin):
             count += len(tokens)
-            yield [np.array(tokens, "<u2").tobytes()]
+            yield np.array(tokens, "<u2").tobytes()
         corpus.check_unchanged()
         if corpus.name == "wikitext103" and source.split and count != WIKITEXT_TOKENS[source.split]:
             raise InputError(f"{source.split} of WikiText-103 became {count:,} tokens instead of "
@@ -1060,12 +1040,11 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     if seq < 1:
         raise InputError(f"--seq must be at least 1, not {seq}")
     name, path, recipe, left = find(name_or_path, "text" if column is None else column)
-    empty = recipe is not None and recipe.origin is not None and not recipe.size
-    record = prepare(path, recipe, partial(read_source, recipe), verify) if recipe and not empty else {}
+    record = prepare(path, recipe, partial(read_source, recipe), verify) if recipe else {}
     more = record.get("left_out", {})
     left_out = describe({why: left.get(why, []) + more.get(why, []) for why in left | more})
     with explain(f"read {path}"):
-        if empty or path.stat().st_size == 0:
+        if path.stat().st_size == 0:
             besides = f" (left out: {left_out})" if left_out else ""
             raise InputError(f"{name_or_path} holds nothing to train on: give a file or folder of text{besides}")
         ready = path.suffix.lower() == ".tokens" and not recipe
@@ -1146,23 +1125,20 @@ def status(name):
     record = read_record(path, recipe)
     if record["sha256"]:
         return f"{record['size']:,} bytes, prepared"
+    cost = f"downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk, "
+    cost = "" if recipe.origin else cost
     begun = f"prepared up to byte {record['size']:,}" if record["size"] else "not prepared yet"
-    if recipe.origin:
-        return f"{recipe.size:,} bytes, {begun}"
-    cost = f"downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk"
-    return f"about {recipe.size:,} bytes, {cost}, {begun}"
+    return f"about {recipe.size:,} bytes, {cost}{begun}"
 
 
 def main():
-    parser = Parser(description=__doc__, epilog="Prepared corpora are kept in $NANOHILBERT_DATA (default: data/ beside "
-                    "this file).")  # fmt: skip
-    parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH",
-                        help=f"{', '.join(NAMED)}, a file or a folder (default: list what there is)")  # fmt: skip
-    parser.add_argument("--seq", type=int, default=256,
-                        help="tokens in a window; each split must hold one (default: 256)")  # fmt: skip
+    parser = Parser(description=__doc__, epilog="Prepared corpora are kept in $NANOHILBERT_DATA (default: data/ here).")
+    named = f"{', '.join(NAMED)}, a file or a folder (default: list what there is)"
+    parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH", help=named)
+    parser.add_argument("--seq", type=int, default=256, help="tokens in a window, of which each split needs one (256)")
     parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or GPT-2's BPE (default: bytes)")
-    parser.add_argument("--column", default="text", help="of parquet and JSON lines files: what holds the text "
-                        "(default: text); empty: the bytes of any file")  # fmt: skip
+    text = "of parquet and JSON lines files: what holds the text (default: text); empty: the bytes of any file"
+    parser.add_argument("--column", default="text", help=text)
     parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
     if args.corpus is None and args != parser.parse_args([]):
