@@ -194,8 +194,8 @@ def hash_file(path, file=None):
 
 
 def stamp_of(file):
-    """(size, mtime_ns, ctime_ns) of an open file: no write leaves them all, even where mtime is set back."""
-    info = os.fstat(file.fileno())
+    """(size, mtime_ns, ctime_ns) of a path or number of a file: no write leaves them all, even if mtime is set back."""
+    info = os.stat(file)
     return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
@@ -225,7 +225,7 @@ class Corpus:
     def check_unchanged(self):
         """Raises DataChanged if size and times of change of the mapped file are no longer what they were; where only
         the times differ, its hash decides, if that was read before. Takes a microsecond."""
-        now, was = stamp_of(self.file), self.stamp
+        now, was = stamp_of(self.file.fileno()), self.stamp
         if now == was:
             return
         known = self.record.get("sha256") or self.__dict__.get("sha256")
@@ -508,12 +508,13 @@ LONGEST_LINE = 1 << 26  # bytes, of a JSON lines file
 def kind_of(file, column):
     """What an open file holds ("bytes", "JSON lines", or one of KINDS), and what to do about it, or None.
 
-    Its first 64 kB decide. Text, of any encoding, has no NUL in them and hardly a control character."""
+    Its first 64 kB decide. Text has no NUL in them, no mark of UTF-16, and hardly a control character."""
     file.seek(0)
     head, tokens = file.read(1 << 16), str(file.name).lower().endswith(".tokens")
     if not column and not tokens:
         return "bytes", None
-    if b"\0" in head or 100 * (len(head) - len(head.translate(None, CONTROLS))) > len(head) or tokens:
+    controls = len(head) - len(head.translate(None, CONTROLS))
+    if b"\0" in head or 100 * controls > len(head) or head.startswith((b"\xff\xfe", b"\xfe\xff")) or tokens:
         other = ("GPT-2's tokens", None) if tokens else ("binary data", NOTHING)
         kind, advice = next((found for (at, magic), found in KINDS.items() if head.startswith(magic, at)), other)
         if isinstance(file, zipfile.ZipExtFile) and not advice:
@@ -532,10 +533,10 @@ def kind_of(file, column):
         file.seek(0)
         lines = filter(bytes.strip, iter(partial(file.readline, LONGEST_LINE), b""))
         with suppress(ValueError, RecursionError):
-            rows.extend(json.loads(line) for line in itertools.islice(lines, 2))
-        if rows and column in rows[0]:
+            rows.extend(itertools.islice(filter(None, map(json.loads, lines)), 2))  # the first that are not empty
+        if rows and isinstance(rows[0], dict) and column in rows[0]:
             return "JSON lines", None
-        if len(rows) == 2 and rows[0] and isinstance(rows[1], dict):
+        if len(rows) == 2 and all(isinstance(row, dict) for row in rows):
             strings = ", ".join(name for name, value in rows[0].items() if isinstance(value, str))
             advice = 'name its column with --column, or "" for the lines as they are'
             return f"JSON lines without a column {column}", f"{advice}: {strings or 'its first line has no string'}"
@@ -570,9 +571,9 @@ def is_report(path):
 
 
 def list_files(root, stdlib=False):
-    """[(path below root, size, mtime_ns), ...] of a folder or file, sorted by path; what is left out, {why: names}."""
+    """[(path below root, *stamp_of), ...] of a folder or file, sorted by path; and what is left out, {why: names}."""
     if not root.is_dir():
-        return [("", root.stat().st_size, root.stat().st_mtime_ns)], {}
+        return [("", *stamp_of(root))], {}
     files, left, todo, own, output = [], {}, [root], cache_dir(), []
     for stream in (1, 2):  # what this program prints may go into the folder
         with suppress(OSError):
@@ -596,7 +597,7 @@ def list_files(root, stdlib=False):
             elif path.is_file() and path.name == "tables.md" and is_report(path):
                 why = "tables of runs"
             elif path.is_file():
-                files.append((name, path.stat().st_size, path.stat().st_mtime_ns))
+                files.append((name, *stamp_of(path)))
             elif not path.is_dir():
                 raise InputError(f"{path} is not a regular file: remove it from the folder")
             elif is_run(path):
@@ -613,7 +614,7 @@ def list_files(root, stdlib=False):
 def read_source(recipe, _, root, left):
     """Yields the texts of a file, or of the files of a folder; adds to `left` what holds none as it is."""
     files, _ = list_files(root, recipe.origin == "stdlib")
-    for name, _, _ in files:
+    for name, *_ in files:
         path = root / name if name else root
         with explain(f"read {path}"), open(path, "rb") as file:
             yield from read_file(file, path, name or root.name, recipe, left)
@@ -716,7 +717,7 @@ def try_lock(file):
 def hold(folder):
     """A run folder for this process alone, until the block or the process ends. Its file `lock` says whose it is.
 
-    Raises InputError, and touches nothing, if another process holds the folder. A file system without locks is noted."""
+    Raises InputError, and touches nothing, if another process has it. A file system without locks is noted."""
     path = Path(folder, "lock")
     with explain(f"write {path}"):
         f = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed below
@@ -889,7 +890,7 @@ def find(name_or_path, column="text"):
             raise InputError(f"{given} is where {kept} are kept: name a file in it, or another folder")
         files, left = list_files(root, stdlib)
     tie = hashlib.sha256(os.fsencode(f"{root}\0{column}\0{files}")).hexdigest()[:12]  # a folder that changed: a new one
-    about, size = NAMED["stdlib"].about if stdlib else str(root), sum(size for _, size, _ in files)
+    about, size = NAMED["stdlib"].about if stdlib else str(root), sum(size for _, size, *_ in files)
     recipe = Recipe(about, (Source(str(root)),), SEPARATOR, size=size, disk=size, column=column, origin=name_or_path)
     return name, cache_dir() / f"{name}-{tie}" / f"{name}.bin", recipe, left
 
@@ -1025,7 +1026,7 @@ def check_tokens(path):
 def map_file(name, path, dtype, record, vocab_size=256):
     """A Corpus of the numbers in a file, mapped. Nothing may write to it meanwhile: see Corpus.check_unchanged."""
     file = open(path, "rb")  # noqa: SIM115  open as long as the corpus
-    return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, stamp_of(file))
+    return Corpus(name, path, np.memmap(file, dtype, "r"), record, vocab_size, file, stamp_of(file.fileno()))
 
 
 def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
