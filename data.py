@@ -45,7 +45,13 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
+
+try:
+    from tqdm import tqdm
+except ValueError:  # a variable TQDM_... that should be a number
+    for name in [name for name in os.environ if name.startswith("TQDM_")]:
+        del os.environ[name]
+    from tqdm import tqdm
 
 # requests, pyarrow and torch are imported where they are used: together they take over a second.
 
@@ -232,7 +238,7 @@ class Corpus:
         same = now[0] == was[0] and hash_file(self.path, self.file) == known if known else now[:2] == was[:2]
         if not same:
             how = "was written to" if now[0] == was[0] else f"has {now[0]:,} bytes instead of {was[0]:,}"
-            raise DataChanged(f"{self.path} {how} since the run began: its losses are of two texts; run it anew")
+            raise DataChanged(f"{self.path} {how} since the run began: put the text back and resume, or run it anew")
         self.stamp = now
 
     def split(self, name):
@@ -371,16 +377,16 @@ def retry(action, url, path, tries, position=lambda: 0):
             failures = 1 if position() - received >= 1 << 20 else failures + 1
             reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
             lasts = isinstance(e, ValueError) or "certificate" in str(e)  # a URL that is none, ...
+            status = 400 if lasts else 500 if e.response is None else e.response.status_code
             wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
-            if e.response is not None:
-                lasts = e.response.status_code < 500 and e.response.status_code not in MAY_PASS
-                if limit := re.search(r"\bt=(\d+)", e.response.headers.get("RateLimit", "")):  # "api";r=0;t=55
-                    wait = int(limit[1])
+            if status in (429, 503):  # `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`
+                limit = re.search(r"\bt=(\d+)", e.response.headers.get("RateLimit", ""))
+                wait = int(limit[1]) if limit else wait
                 with suppress(InvalidHeader):
                     wait = Retry().get_retry_after(e.response.raw) or wait
             if wait > LONGEST_WAIT:
-                lasts, reason = True, f"{reason}, asks to wait {wait:.0f} s"
-            if lasts or failures == tries:
+                reason, status = f"{reason}, asks to wait {wait:.0f} s", 400
+            if failures == tries or (status < 500 and status not in MAY_PASS):
                 raise InputError(f"cannot download {url} ({reason}): run again later, which goes on where it stopped, "
                                  f"or fetch {path.name} by hand and put it into {path.parent}") from None  # fmt: skip
             note(f"{path.name}: {reason}; trying again in {wait:.1f} s")
@@ -551,7 +557,7 @@ def leave_out(left, name, kind, advice=NOTHING):
 def describe(left):
     """What was left out, {why: names}, in a line."""
     more = {why: f" and {len(names) - 3:,} more" if len(names) > 3 else "" for why, names in left.items()}
-    return "; ".join(f"{why}: {', '.join(names[:3])}{more[why]}" for why, names in left.items())
+    return "; ".join(f"{why}: {', '.join(sorted(names)[:3])}{more[why]}" for why, names in sorted(left.items()))
 
 
 def is_run(folder):
@@ -589,8 +595,8 @@ def list_files(root, stdlib=False):
                 why = "hidden"
             elif link and not path.exists():
                 why = "broken link"
-            # A link out could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
             elif link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
+                # It could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
                 raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
             elif any(os.path.samestat(path.stat(), stream) for stream in output):
                 why = "output of this program"
@@ -604,11 +610,20 @@ def list_files(root, stdlib=False):
                 why = "folder of a run"
             elif path.name == "__pycache__" or (path / "pyvenv.cfg").exists():
                 why = "cache"
-            elif not link and path != own:  # a linked folder is read under its own name
+            elif link:
+                why = "another name of what is here"
+            elif path != own:
                 todo.append(path)
             if why:
                 leave_out(left, name, why)
-    return sorted(files), {} if stdlib else left
+    if stdlib:
+        return sorted(files), {}
+    places = {}  # of each file the first name, one that is no link if there is such
+    for file in sorted(files, key=lambda file: ((root / file[0]).is_symlink(), file)):
+        info = (root / file[0]).stat()
+        if places.setdefault((info.st_dev, info.st_ino), file) != file:
+            leave_out(left, file[0], "another name of what is here")
+    return sorted(places.values()), left
 
 
 def read_source(recipe, _, root, left):
@@ -719,8 +734,11 @@ def hold(folder):
 
     Raises InputError, and touches nothing, if another process has it. A file system without locks is noted."""
     path = Path(folder, "lock")
+    foreign = InputError(f"{path} is no lock of a run: move it away, or name another folder")
+    if path.is_symlink():
+        raise foreign
     with explain(f"write {path}"):
-        f = open(path, "a+", encoding="utf-8")  # noqa: SIM115  closed below
+        f = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed below
     with f:
         try:
             try_lock(f)
@@ -732,6 +750,9 @@ def hold(folder):
             raise InputError(f"{folder} is in use by {holder}: wait until that ends, or name another folder") from None
         except OSError as e:
             note(f"note: {folder} cannot be locked ({e.strerror}): start no second run in it")
+        f.seek(0)
+        if not re.match(r"process \d+ on .* since |$", f.read(200)):
+            raise foreign
         f.truncate(0)
         f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         f.flush()
@@ -866,6 +887,8 @@ def find(name_or_path, column="text"):
     Returns: its name; the file to map; the recipe to make it of, or None if it is mapped where it lies; what a folder
         holds besides, {why: names}. Raises: InputError."""
     stdlib = name_or_path == "stdlib"
+    if name_or_path in NAMED and column != "text":
+        raise InputError(f"--column {column!r}: {name_or_path} has no other columns; leave it out")
     if name_or_path in NAMED and not stdlib:
         return name_or_path, cache_dir() / name_or_path / f"{name_or_path}.bin", NAMED[name_or_path], {}
     given = Path(os.path.expanduser(sysconfig.get_paths()["stdlib"] if stdlib else name_or_path))
