@@ -361,7 +361,6 @@ def request(url, start=0):
 
 def retry(action, url, path, tries, position=lambda: 0):
     """Returns what action() returns, once it succeeds; pauses between the tries, as long as the server asks to.
-
     Raises InputError after `tries` in a row without a megabyte gained; position() tells how many bytes have come."""
     with needs("requests"):
         import requests
@@ -408,8 +407,7 @@ def look_up(url):
 
 def download(url, size, sha256, path, tries):
     """Fetches the file at url to path: whole and verified, or not at all. sha256: of a .zip that of its content.
-
-    What has come is kept for later calls, in a .part file tied to url, size and hash. Raises: InputError, OSError."""
+    What has come is kept for later calls, in a .part file tied to url, size and hash."""
     import requests
 
     tie = hashlib.sha256(f"{url}\0{size}\0{sha256}".encode()).hexdigest()[:12]
@@ -513,7 +511,6 @@ LONGEST_LINE = 1 << 26  # bytes, of a JSON lines file
 
 def kind_of(file, column):
     """What an open file holds ("bytes", "JSON lines", or one of KINDS), and what to do about it, or None.
-
     Its first 64 kB decide. Text has no NUL in them, no mark of UTF-16, and hardly a control character."""
     file.seek(0)
     head, tokens = file.read(1 << 16), str(file.name).lower().endswith(".tokens")
@@ -854,8 +851,7 @@ def build(path, recipe, record, read):
 
 def prepare(path, recipe, read, verify=False):
     """Makes the corpus of a recipe in path, unless it is there, whole. Returns its record (see read_record).
-
-    That is seen at its size and time of change; its hash is taken if `verify`, or if something wrote to it since.
+    Size and time of change tell whether it is; its hash, if `verify`, or if something wrote to it since.
     read: a function of a source, its path and {why: names} of what it leaves out, that yields texts."""
     folder, record = path.parent, read_record(path, recipe)
     if not record["sha256"]:
@@ -885,7 +881,7 @@ def find(name_or_path, column="text"):
     """Finds a corpus without preparing it. A known name comes before a path: write ./stdlib for a file called so.
 
     Returns: its name; the file to map; the recipe to make it of, or None if it is mapped where it lies; what a folder
-        holds besides, {why: names}. Raises: InputError."""
+        holds besides, {why: names}."""
     stdlib = name_or_path == "stdlib"
     if name_or_path in NAMED and column != "text":
         raise InputError(f"--column {column!r}: {name_or_path} has no other columns; leave it out")
@@ -1057,10 +1053,8 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
 
     Args: name_or_path: a name in NAMED, a file, or a folder; seq: tokens per window, which every split must hold;
         verify: compare the hash of what was prepared; tokens: "bytes", or "gpt2" (a file NAME.tokens holds them ready,
-        as little-endian uint16; others are converted); column: of parquet and JSON lines files, the one that holds the
-        text (default: text; "": the bytes of any file).
-    Returns: a Corpus. Raises: InputError for whatever is wrong with it.
-    """
+        as little-endian uint16); column: of parquet and JSON lines files (default: text; "": the bytes of any file).
+    Returns: a Corpus. Raises: InputError for whatever is wrong with it."""
     if seq < 1:
         raise InputError(f"--seq must be at least 1, not {seq}")
     name, path, recipe, left = find(name_or_path, "text" if column is None else column)
@@ -1100,8 +1094,7 @@ def num_windows(tokens, seq):
 def get_windows(tokens, seq, index):
     """Reads the windows `index` (n,) of tokens (size,), and no other bytes.
 
-    Returns: x, y, (n, seq) int64 tensors and contiguous; y is x one token on. Raises: IndexError past the last window.
-    """
+    Returns: x, y, contiguous int64 tensors (n, seq); y is x one token on. Raises: IndexError past the last window."""
     import torch
 
     windows = np.lib.stride_tricks.sliding_window_view(tokens, seq + 1)[::seq]  # (num_windows, seq + 1), a view
@@ -1111,11 +1104,8 @@ def get_windows(tokens, seq, index):
 
 @lru_cache(maxsize=2)  # the epoch that ends and the one that begins
 def permutation(n, seed, epoch):
-    """RandomState([seed, epoch]).permutation(n): numpy froze that stream for good, so its version changes no run.
-
-    Shuffling the smallest dtype gives the same order in half the memory or less: 4 bytes a window up to 2^32 windows.
-    """
-    order = np.arange(n, dtype=np.min_scalar_type(n))
+    """RandomState([seed, epoch]).permutation(n): numpy froze that stream for good, so its version changes no run."""
+    order = np.arange(n, dtype=np.min_scalar_type(n))  # the same order as of int64, in half the memory or less
     np.random.RandomState([seed, epoch]).shuffle(order)
     return order
 
@@ -1123,9 +1113,7 @@ def permutation(n, seed, epoch):
 def train_index(n, seed, step, batch):
     """The windows of a training step, drawn without replacement from n; one epoch follows the other without a gap.
 
-    Args: n: windows in the split; seed: 0 .. 2^32-1; step: from 0; batch: sequences in a step, over all ranks.
-    Returns: (batch,) int64.
-    """
+    Args: seed: 0 .. 2^32-1; step: from 0; batch: sequences in a step, over all ranks. Returns: (batch,) int64."""
     position = np.arange(step * batch, (step + 1) * batch)
     epoch, place = position // n, position % n
     parts = [permutation(n, seed, e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
@@ -1156,7 +1144,8 @@ def status(name):
 
 
 def main():
-    parser = Parser(description=__doc__, epilog="Prepared corpora are kept in $NANOHILBERT_DATA (default: data/ here).")
+    kept = "Prepared corpora are kept in $NANOHILBERT_DATA (default: data/ beside this file)."
+    parser = Parser(description=__doc__, epilog=kept)
     named = f"{', '.join(NAMED)}, a file or a folder (default: list what there is)"
     parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH", help=named)
     parser.add_argument("--seq", type=int, default=256, help="tokens in a window, of which each split needs one (256)")
