@@ -32,6 +32,7 @@ D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU X
 """
 
 import math
+from argparse import ArgumentParser
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -161,7 +162,7 @@ class HMambaBlock(nn.Module):
         psi0 = wide(self.psi0)
         psi0 = psi0 / psi0.norm(dim=-1, keepdim=True)  # QS 5.1: unit modulus, per coordinate
         tail = self.conv1d.weight.new_zeros(batch_size, self.c.conv - 1, 2 * self.c.D)
-        return tail, psi0.flatten(0, 1).expand(batch_size, -1, -1)
+        return tail, psi0.flatten(0, 1).expand(batch_size, -1, -1).contiguous()  # rows apart
 
     def forward(self, x, state):
         """x (B, T, D) -> the same, and the state after it."""
@@ -280,16 +281,17 @@ def check_inputs(idx, targets, state, start):
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
             raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and not fits(state, start, len(idx)):
-        raise ValueError(f"this is no state of this model for {len(idx)} sequences; take that of init_state or of a call")
+    if state is not None and not fits(state, start, idx):
+        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
 
 
-def fits(state, start, B):
-    """Whether a state has the structure of `start`, and its shapes but for the batch, which is B."""
+def fits(state, start, idx):
+    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx."""
     if isinstance(start, torch.Tensor):
         is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
-        return is_float and state.shape == (B, *start.shape[1:])
-    return isinstance(state, (list, tuple)) and len(state) == len(start) and all(map(fits, state, start, len(start) * [B]))
+        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
+    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
 
 
 class Readout(nn.Module):
@@ -312,7 +314,7 @@ class Readout(nn.Module):
             return torch.logsumexp(log_prior + wide(F.linear(latent, embedding)).log_softmax(-1), -2)
         # Born rule, QS section 2: p_v = |<e_v|psi>|^2 / sum over v, psi and e_v being D/2 complex numbers. At least in
         # float32, as bf16 products would drown the interference of their parts.
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
             e_re, e_im = wide(embedding).unflatten(-1, (-1, 2)).unbind(-1)  # (V, D/2)
             x_re, x_im = wide(x).unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, D/2)
             re = F.linear(x_re, e_re) + F.linear(x_im, e_im)
@@ -405,11 +407,7 @@ class Mamba(HMamba):
     """Mamba-1 with a SwiGLU branch that matches the parameters of H-Mamba."""
 
     Config, Block = MambaConfig, MambaBlock
-    SIZES: ClassVar = {
-        "tiny": MambaConfig(D=128, L=4, H=4),
-        "small": MambaConfig(D=512, L=10, H=8),
-        "253m": MambaConfig(D=1024, L=24, H=16),
-    }
+    SIZES: ClassVar = {size: MambaConfig(D=c.D, L=c.L, H=c.H) for size, c in HMamba.SIZES.items()}
 
     def __init__(self, config):
         super().__init__(replace(config, mlp=matched_width(config)) if config.mlp < 0 else config)
@@ -436,6 +434,8 @@ def matched_width(config):
 MODELS = {"hmamba": HMamba, "mamba": Mamba}
 
 if __name__ == "__main__":
+    epilog = "No flags: the file alone compares steps with a full pass. To train: python train.py --model hmamba"
+    ArgumentParser(description=__doc__.split("\n\n")[0], epilog=epilog).parse_args()
     for name, model_class in MODELS.items():
         torch.manual_seed(0)
         model = model_class(model_class.SIZES["tiny"])

@@ -39,6 +39,7 @@ alternating sign, e. The numbers, and the rows marked *, are ours: the paper doe
 """
 
 import math
+from argparse import ArgumentParser
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -119,9 +120,9 @@ class CausalConv1d(nn.Conv1d):
 def angles(position, T, omega):
     """The angles t omega of the positions t = position, ..., position + T - 1, in radians up to whole turns.
 
-    Args: omega (..., N), radians a position. Returns: (..., T, N), with the gradient t d omega. Over queries and keys of one
-    call it cancels but for differences of t: at 1e6 float32 leaves two digits of dL/domega. Keys of a state are turned
-    already: where that is detached, the derivative itself grows with t.
+    Args: omega (..., N), radians a position. Returns: (..., T, N), with the gradient t d omega. After a state of detached
+    keys, which are turned already, dL/domega itself grows with t, and float32 has its digits. Only where a graph begins far
+    from 0, at a position set by hand, do queries and keys cancel but for differences of t: at 1e6 two digits are left.
     """
     t = torch.arange(position, position + T, device=omega.device).unsqueeze(-1)  # (T, 1)
     omega = omega.unsqueeze(-2)
@@ -139,9 +140,8 @@ def angles(position, T, omega):
     return angle
 
 
-def rotate(x, angle):
-    """x (B, H, T, N, 2) times e^{i angle}, angle (H, T, N) or (T, N) in radians."""
-    cos, sin = angle.cos(), angle.sin()
+def rotate(x, cos, sin):
+    """x (B, H, T, N, 2) times e^{i angle}; cos and sin of the angle are (H, T, N)."""
     re, im = x.unbind(-1)
     return torch.stack((re * cos - im * sin, re * sin + im * cos), -1)
 
@@ -152,7 +152,7 @@ def softmax_attention(q, k, v, cache):
     if cache is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y, (k, v) if y.requires_grad else (k.clone(), v.clone())
-    given = [x.shape for x in cache if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    given = [x.shape for x in cache if isinstance(x, torch.Tensor) and x.is_floating_point() and x.device == k.device]
     pair = len(cache) == len(given) == 2 and given[0] == given[1]
     if not pair or given[0][:2] + given[0][3:] != k.shape[:2] + k.shape[3:]:
         raise ValueError(f"keys and values of the state do not go with keys (B, heads, T, width) of {tuple(k.shape)}")
@@ -200,7 +200,8 @@ class HTransformerBlock(nn.Module):
         params = wide(self.param_proj(F.silu(u)))[..., : 6 * c.H * c.N]  # tau_i, the rest, cancels in eq. 5
         q, k, v = params.unflatten(-1, (3, c.H, c.N, 2)).permute(2, 0, 3, 1, 4, 5).unbind(0)  # (B, H, T, N, 2)
         angle = angles(position, T, wide(self.omega))  # (H, T, N): theta = t omega, QS 5.5
-        q_turned, k = rotate(q, angle), rotate(k, angle)
+        cos, sin = angle.cos(), angle.sin()
+        q_turned, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if c.score == "born" and c.field == "complex":
             o, past = born_attention(q_turned, k, v, past)  # eq. 5
         elif c.score == "born":  # as complex vectors of 2N with no imaginary part, <q|k> is the real product
@@ -274,18 +275,20 @@ def check_inputs(idx, targets, state, start):
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
             raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and not fits(state, start, len(idx)):
-        raise ValueError(f"this is no state of this model for {len(idx)} sequences; take that of init_state or of a call")
+    if state is not None and not fits(state, start, idx):
+        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
 
 
-def fits(state, start, B):
-    """Whether a state has the structure of `start`, and its shapes but for the batch B; for None, None or a tuple."""
+def fits(state, start, idx):
+    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx. None
+    stands for None or a tuple."""
     if isinstance(start, torch.Tensor):
         is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
-        return is_float and state.shape == (B, *start.shape[1:])
+        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
     if start is None or isinstance(start, int):
         return isinstance(state, int if start is not None else (tuple, type(None)))
-    return isinstance(state, (list, tuple)) and len(state) == len(start) and all(map(fits, state, start, len(start) * [B]))
+    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
 
 
 class HTransformer(nn.Module):
@@ -402,6 +405,8 @@ def matched_width(config):
 MODELS = {"htransformer": HTransformer, "transformer": Transformer}
 
 if __name__ == "__main__":
+    epilog = "No flags: the file alone compares steps with a full pass. To train: python train.py --model htransformer"
+    ArgumentParser(description=__doc__.split("\n\n")[0], epilog=epilog).parse_args()
     for name, model_class in MODELS.items():
         torch.manual_seed(0)
         model = model_class(model_class.SIZES["tiny"])

@@ -31,6 +31,7 @@ Initialisation. What the paper does not give is ours and marked *.
 """
 
 import math
+from argparse import ArgumentParser
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -112,7 +113,7 @@ class ComplexLinear(nn.Module):
         to_re = torch.stack((self.weight_r, -self.weight_i), -1)
         to_im = torch.stack((self.weight_i, self.weight_r), -1)  # (m, n, 2)
         matrix = torch.stack((to_re, to_im), 1).flatten(2).flatten(0, 1)
-        with torch.autocast(z.device.type, enabled=False):
+        with torch.autocast("cpu" if z.is_meta else z.device.type, enabled=False):
             return F.linear(z.flatten(-2).to(matrix.dtype), matrix).unflatten(-1, (-1, 2))
 
 
@@ -153,12 +154,12 @@ class ComplexNorm(nn.Module):
         return (z * (self.weight / rms.unsqueeze(-1)).unsqueeze(-1)).to(z.dtype)
 
 
-def rope(z, position):
-    """Turns the pairs z (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
-    T, n = z.shape[2:4]
-    theta = ROPE_BASE ** (-torch.arange(n).to(wide(z)) / n)
-    m = torch.arange(position, position + T, device=z.device).unsqueeze(-1)  # (T, 1)
-    if theta.dtype == torch.float64:
+def rope(q, k, position):
+    """Turns the pairs q, k (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
+    T, n = q.shape[2:4]
+    theta = ROPE_BASE ** (-torch.arange(n).to(q) / n)
+    m = torch.arange(position, position + T, device=q.device).unsqueeze(-1)  # (T, 1)
+    if theta.dtype == torch.float64 or position + T <= 256:
         angle = m * theta
     else:
         # At m = 1e7 a float32 product m theta has no digits left for the angle. So whole multiples of 256 positions are turned
@@ -166,9 +167,10 @@ def rope(z, position):
         unit, turn = 2**38, round(2 * math.pi * 2**38)
         start = m // 256 * ((theta * unit).long() * 256 % turn) % turn
         angle = m % 256 * theta + start.to(theta.dtype) / unit
-    cos, sin = angle.cos(), angle.sin()
-    re, im = z.unbind(-1)
-    return torch.stack((re * cos - im * sin, re * sin + im * cos), -1)
+    cos, sin, turned = angle.cos(), angle.sin(), []
+    for re, im in (q.unbind(-1), k.unbind(-1)):
+        turned.append(torch.stack((re * cos - im * sin, re * sin + im * cos), -1))
+    return turned
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ class Memory(nn.Module):
     def gates(self, x):
         """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and 1 - p, (B, T, H) each, at least float32."""
         flat, size = (x, x.abs()) if self.real else (torch.cat(x.unbind(-1), -1), modulus(x))
-        with torch.autocast(x.device.type, enabled=False):  # small maps, in float32 for the reason of ComplexLinear
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # as in ComplexLinear
             dt = F.softplus(wide(self.dt_proj(flat.to(self.dt_proj.weight.dtype))))
             # sigmoid(-x) is 1 - sigmoid(x) with all its digits: at a logit of 17 a float32 p is 1.
             one_minus_p = (-wide(self.protect_proj(size.to(self.protect_proj.weight.dtype)))).sigmoid()
@@ -250,7 +252,8 @@ class Memory(nn.Module):
         if self.unit:
             q, k = q / modulus(q).unsqueeze(-1), k / modulus(k).unsqueeze(-1)
         if self.rotary:
-            q, k = (rope(y.unflatten(-1, (-1, 2)) if self.real else y, position).view(y.shape) for y in (q, k))
+            pairs = (y.view(*y.shape[:3], -1, 2) for y in (q, k))  # of channels, if real
+            q, k = (y.view(q.shape) for y in rope(*pairs, position))
         v = v * one_minus_p.transpose(1, 2).view(*v.shape[:3], 1, *(1 for _ in pair))  # eq. 5: V' = V (1 - p)
         y, S = phase_memory(q / self.d**0.5, k, v, log_gamma.transpose(1, 2), S, self.real)  # eqs. 6-7
         y = y.transpose(1, 2).flatten(2, 3)  # (B, T, H*d, 2)
@@ -302,18 +305,19 @@ def check_inputs(idx, targets, state, start):
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
             raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and not fits(state, start, len(idx)):
-        raise ValueError(f"this is no state of this model for {len(idx)} sequences; take that of init_state or of a call")
+    if state is not None and not fits(state, start, idx):
+        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
 
 
-def fits(state, start, B):
-    """Whether a state has the structure of `start`, and its shapes but for the batch, which is B. None there: None."""
+def fits(state, start, idx):
+    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx."""
     if isinstance(start, torch.Tensor):
         is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
-        return is_float and state.shape == (B, *start.shape[1:])
+        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
     if start is None or isinstance(start, int):
         return isinstance(state, type(start))
-    return isinstance(state, (list, tuple)) and len(state) == len(start) and all(map(fits, state, start, len(start) * [B]))
+    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
 
 
 class PAM(nn.Module):
@@ -437,6 +441,8 @@ def matched_width(config):
 MODELS = {"pam": PAM, "sam": SAM}
 
 if __name__ == "__main__":
+    epilog = "No flags: the file alone compares steps with a full pass. To train: python train.py --model pam"
+    ArgumentParser(description=__doc__.split("\n\n")[0], epilog=epilog).parse_args()
     for name, model_class in MODELS.items():
         torch.manual_seed(0)
         model = model_class(model_class.SIZES["tiny"])

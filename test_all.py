@@ -24,6 +24,7 @@ import pickle
 import pty
 import re
 import resource
+import runpy
 import shlex
 import shutil
 import signal
@@ -49,7 +50,7 @@ import torch
 import torch.distributed.run
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import bench
 import csp
@@ -1411,29 +1412,13 @@ def make(spec, size="tiny", seed=0, **changes):
     return model_class(dataclasses.replace(config, **changes))
 
 
-def make_small(spec):
-    """A model of a thousand parameters or so, in float64, on a vocabulary of 11."""
-    return make(spec, V=11, D=8, L=1, **SMALL_SIZES.get(spec, {})).double()
-
-
 def tensors(state):
     """Every tensor of a model's state."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    return [x for part in state for x in tensors(part)] if isinstance(state, (list, tuple)) else []
+    return [x for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
 
 
 def text_batch(B, T, seed=0):
     return torch.randint(256, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
-def in_pieces(model, idx, cuts):
-    """Logits (B, T, V) and the last state of one call a piece, or step by step, the state carried on."""
-    logits, state = [], model.init_state(len(idx))
-    for piece in idx.split(cuts, 1):
-        out, state = model.step(piece[:, 0], state) if cuts == 1 else model(piece, state=state)[::2]
-        logits.append(out.view(len(idx), -1, out.shape[-1]))
-    return torch.cat(logits, 1), state
 
 
 @torch.no_grad()
@@ -1443,71 +1428,51 @@ def in_pieces(model, idx, cuts):
 )
 def test_step_and_chunked_prefill_equal_the_full_pass(spec, dtype, T):
     """So no output sees what follows. In float64 to rounding, in float32 to 1e-4: sums of T numbers of size 1 lose at
-    most T 2^-24 each."""
+    most T 2^-24 each. A call with targets and no state is a training step and returns none; any other returns a state."""
     model, idx = make(spec, L=2 if T < 100 else 1).to(dtype), text_batch(2, T)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-10
-    full, loss, end = model(idx, idx, model.init_state(2))
-    assert (full.shape, loss.shape) == ((2, T, 256), ())
-    pieces, _ = in_pieces(model, idx, [1, 2, 64, T - 67])
+    full, _, end = model(idx)
+    assert [model.train(mode)(idx[:, :5], idx[:, :5])[2] for mode in (True, False)] == [None, None]
+    state, logits = model.init_state(2), []
+    for piece in idx.split([1, 2, 64, T - 67], 1):
+        out, loss, state = model(piece, piece, state)
+        torch.testing.assert_close(loss, F.cross_entropy(out.flatten(0, 1), piece.flatten()))
+        logits.append(out)
     if spec not in EXACT:
-        assert (pieces - full).abs().max() > 0.1
+        assert (torch.cat(logits, 1) - full).abs().max() > 0.1
         return
-    steps, state = in_pieces(model, idx, 1)
-    for logits in (pieces, steps):
-        torch.testing.assert_close(logits, full, atol=tolerance, rtol=0)
+    torch.testing.assert_close(torch.cat(logits, 1), full, atol=tolerance, rtol=0)
+    stepped, logits = model.init_state(2), []
+    for token in idx.unbind(1):
+        out, stepped = model.step(token, stepped)
+        logits.append(out)
+    torch.testing.assert_close(torch.stack(logits, 1), full, atol=tolerance, rtol=0)
     if not spec.startswith("htransformer"):  # whose newest tokens may be folded or not
-        for x, y in zip(tensors(state), tensors(end), strict=True):
+        for x, y in zip(tensors(stepped), tensors(end), strict=True):
             assert (x - y).norm() <= tolerance * y.norm()
+    for x in tensors([model.init_state(2), end, state, stepped]):  # no views of one another, or of what they come from
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
     if T == 300:  # O(1) memory, but for a cache: Born attention's newest tokens come and go in chunks of 64
         short, long = (sum(x.numel() for x in tensors(model(idx[:, :n])[2])) for n in (164, 292))
         assert (short < long) if spec in SOFTMAX else (short == long)
 
 
-@pytest.mark.parametrize("spec", VARIANTS)
-def test_who_gives_targets_and_no_state_gets_none(spec):
-    """A training step; every other call returns a state, and segments with targets go on where the last one ended."""
-    model, idx = make(spec, L=2), text_batch(1, 21)
-    for mode in (True, False):
-        assert model.train(mode)(idx, idx)[2] is None
-        assert len(model(idx)[2]) == len(model.init_state(1))
-    _, one, state = model(idx[:, :5], idx[:, 1:6], model.init_state(1))
-    _, two, _ = model(idx[:, 5:10], idx[:, 6:11], state)
-    expected = F.cross_entropy(model(idx[:, :10])[0][0], idx[0, 1:11], reduction="none").unflatten(0, (2, 5)).mean(1)
-    if spec in EXACT:
-        torch.testing.assert_close(torch.stack((one, two)), expected, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("spec", VARIANTS)
-def test_a_state_keeps_no_sequence(spec):
-    """Its tensors are no views of what they were computed from, which would stay in memory and be saved with them."""
-    model, idx = make(spec, L=2), text_batch(1, 200)
-    _, _, state = model(idx)
-    for state in (state, model(idx, state=state)[2], model.step(idx[:, 0], state)[1]):
-        for x in tensors(state):
-            assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_what_does_not_fit_is_refused(spec):
-    """States of another depth, batch or structure, targets of another shape, tokens of another dtype."""
+    """States of another depth, batch or structure, targets of another shape, tokens of another dtype, no tokens at all."""
     model, idx = make(spec, L=2), text_batch(2, 5)
     _, loss, state = model(idx, idx, model.init_state(2))
     assert model(idx.int(), idx.int(), model.init_state(2))[1] == loss
     *before, last = state
     for wrong in (
-        [],
         before,
         [*state, last],
-        [*before, None],
-        [*before, 7],
-        [*before, last[:-1]],
-        [*before, (*last[:-1], "7")],
-        [*before, (*last[:-1], (1, 2))],
+        *([*before, part] for part in (None, 7, last[:-1], (*last[:-1], "7"), (*last[:-1], (1, 2)))),
         [*before, (*last[:-1], (None, torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1)))],
-        torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.long, state),
         [*before, (last[-1], *last[1:-1], last[0])],
+        tree_map_only(torch.Tensor, torch.Tensor.long, state),
+        tree_map_only(torch.Tensor, lambda x: x.to("meta"), state),
         model(idx[:1])[2],
         make("pam:H=2" if spec.startswith(("pam", "sam")) else "pam", L=2)(idx)[2],
     ):
@@ -1520,16 +1485,11 @@ def test_what_does_not_fit_is_refused(spec):
     for wrong in (idx.float(), idx.byte(), idx > 9):
         with pytest.raises(ValueError, match="idx: torch.* expected int64"):
             model(wrong)
-
-
-@pytest.mark.parametrize("spec", VARIANTS)
-def test_empty_inputs_are_refused(spec):
-    model = make(spec, L=1)
     for shape in ((2, 0), (0, 3), (0, 0)):
-        idx = torch.zeros(shape, dtype=torch.long)
-        for targets, state in ((None, None), (idx, None), (None, model.init_state(shape[0]))):
+        empty = torch.zeros(shape, dtype=torch.long)
+        for args in ((), (empty,), (None, model.init_state(shape[0]))):
             with pytest.raises(ValueError, match=re.escape(f"idx has shape {shape}; expected (B, T) with at least")):
-                model(idx, targets, state)
+                model(empty, *args)
     with pytest.raises(ValueError, match=r"idx has shape \(0, 1\)"):
         model.step(torch.zeros(0, dtype=torch.long), model.init_state(0))
 
@@ -1546,8 +1506,7 @@ def test_dtypes(spec):
         logits, loss, _ = model(idx, idx)
         loss.backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
-        _, _, state = model(idx)
-        step, state = model.step(idx[:, 0], state)
+        step, state = model.step(idx[:, 0], model(idx)[2])
         widened = torch.promote_types(dtype, torch.float32)
         assert {x.dtype for x in (logits, loss, step)} == {widened}
         for x in tensors(state):  # inputs of the convolution, and of PyTorch's attention, are held as they came
@@ -1558,57 +1517,41 @@ def test_dtypes(spec):
 
 
 @pytest.mark.parametrize("spec", VARIANTS)
-def test_gradients_against_finite_differences(spec):
-    """Of the logits and of the last state, in float64, by every parameter and every tensor of the first state."""
-    model, idx = make_small(spec), torch.arange(10).view(2, 5)
-    parameters = dict(model.named_parameters())
-    _, _, start = model(idx)
-    entering = [x.detach().requires_grad_() for x in tensors(start)]
-
-    def function(*leaves):
-        given = iter(leaves[len(parameters) :])
-        state = torch.utils._pytree.tree_map_only(torch.Tensor, lambda _: next(given), start)
-        values = dict(zip(parameters, leaves))
-        logits, _, state = torch.func.functional_call(model, values, (idx,), {"state": state})
-        return (logits, *(x for x in tensors(state) if x.requires_grad))
-
-    assert torch.autograd.gradcheck(function, (*parameters.values(), *entering), fast_mode=True)
-
-
-@pytest.mark.parametrize("spec", VARIANTS)
-def test_the_reference_backend_and_forward_mode(spec, monkeypatch):
-    """NANOHILBERT_BACKEND=reference computes the same, with gradients and states, and a jvp, which the operators refuse."""
-    model, idx = make_small(spec), torch.arange(10).view(2, 5)
+def test_derivatives(spec, monkeypatch):
+    """By every parameter, through the state between two pieces. NANOHILBERT_BACKEND=reference computes the same, and is
+    plain PyTorch: its forward mode agrees. That of the operators is refused."""
+    model, idx = make(spec, V=11, D=8, L=1, **SMALL_SIZES.get(spec, {})).double(), torch.arange(10).view(2, 5)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     tangents = {name: randn(*p.shape, 1, seed=i).squeeze(-1) for i, (name, p) in enumerate(parameters.items())}
 
-    def loss(values):
-        return torch.func.functional_call(model, values, (idx, idx))[1]
+    def run(values):
+        one, _, state = torch.func.functional_call(model, values, (idx[:, :3],))
+        two, _, state = torch.func.functional_call(model, values, (idx[:, 3:],), {"state": state})
+        logits = torch.cat((one, two), 1)
+        return F.cross_entropy(logits.flatten(0, 1), idx.flatten()), logits, state
 
-    def run():
-        model.zero_grad()
-        logits, state = in_pieces(model, idx, [3, 2])
-        model(idx, idx)[1].backward()
-        return [logits, *(p.grad for p in model.parameters()), *([] if "htransformer" in spec else tensors(state))]
+    def everything():
+        loss, logits, state = run(dict(model.named_parameters()))
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        return [logits, *gradients, *([] if "htransformer" in spec else tensors(state))], gradients
 
-    plain = run()
-    # Nothing is dead, and DDP finds nothing unused.
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    plain, gradients = everything()
+    assert all(g.abs().max() > 0 for g in gradients)  # nothing is dead, and DDP finds nothing unused
     if spec in EXACT:  # the clamped scan is plain PyTorch
         with pytest.raises(NotImplementedError, match="forward AD" if spec in SOFTMAX else "backend='reference'"):
-            torch.func.jvp(loss, (parameters,), (tangents,))
+            torch.func.jvp(lambda values: run(values)[0], (parameters,), (tangents,))
     monkeypatch.setenv("NANOHILBERT_BACKEND", "reference")
-    for x, y in zip(run(), plain, strict=True):
+    for x, y in zip(everything()[0], plain, strict=True):
         torch.testing.assert_close(x, y, atol=1e-10, rtol=1e-9)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        _, tangent = torch.func.jvp(loss, (parameters,), (tangents,))
-    along = sum((p.grad * tangents[name]).sum() for name, p in model.named_parameters())
+        _, tangent = torch.func.jvp(lambda values: run(values)[0], (parameters,), (tangents,))
+    along = sum((g * t).sum() for g, t in zip(gradients, tangents.values()))
     torch.testing.assert_close(tangent, along, atol=1e-10, rtol=1e-9)
 
 
 def moved(state, position):
     """A state before the first token, with another position of that token."""
-    return torch.utils._pytree.tree_map_only(int, lambda _: position, state)
+    return tree_map_only(int, lambda _: position, state)
 
 
 @torch.no_grad()
@@ -1632,28 +1575,35 @@ def test_only_relative_positions_count(spec, autocast):
             assert autocast or (far - near).abs().max() <= bound, position
 
 
-def test_angles():
-    """t omega up to whole turns, to a few roundings of a float32 angle below 256; its gradient is t, whatever t."""
-    omega = torch.tensor([[1e-4, 0.01, -0.37, 1.0], [-1.7, 30.1, 0.0, 6.2831855]], requires_grad=True)
-    for position in (0, 200, 10**4, 10**7 - 3, 2**27):
-        t = torch.arange(position, position + 70)
-        exact = htransformer.angles(position, 70, omega.double())
-        torch.testing.assert_close(exact, t.view(-1, 1) * omega.double().unsqueeze(-2))
-        angle = htransformer.angles(position, 70, omega)
-        off = torch.remainder(angle.double() - exact + math.pi, 2 * math.pi) - math.pi
-        # The roundings of m omega and of the sum, m < 256; and that of 2 pi in units of 2^-38, once a turn.
-        size = omega.detach().double().abs()
-        bound = 2**-23 * (256 * size + 2 * math.pi) + 2**-41 * position * size
-        assert (off.abs() <= bound.unsqueeze(-2)).all(), position
-        (gradient,) = torch.autograd.grad(angle.sum(), omega)
-        torch.testing.assert_close(gradient, t.sum().float().expand(2, 4), rtol=1e-5, atol=0)
+@pytest.mark.parametrize("position", [0, 200, 10**4, 10**7])
+def test_angles_and_their_gradients(position):
+    """t omega up to whole turns, to the roundings of a float32 angle below 256 and of 2 pi in units of 2^-38, once a turn.
+    After a segment that gets no gradient, dL/domega in float32 is that in float64, however far the text has gone."""
+    omega = torch.tensor([[1e-4, 0.01, -0.37, 1.0], [-1.7, 30.1, 0.0, 6.2831855]])
+    off = htransformer.angles(position, 70, omega) - htransformer.angles(position, 70, omega.double())
+    off = torch.remainder(off + math.pi, 2 * math.pi) - math.pi
+    bound = 2**-23 * (256 * omega.abs() + 2 * math.pi) + 2**-41 * position * omega.abs()
+    assert (off.abs() <= bound.unsqueeze(-2)).all()
+    model, idx, gradients = make("htransformer", L=1), text_batch(2, 40), []
+    for dtype in (torch.float32, torch.float64):
+        with torch.no_grad():
+            _, _, state = model.to(dtype)(idx, state=moved(model.init_state(2), position))
+        gradients += torch.autograd.grad(model(idx, idx, state)[1], model.layers[0].omega)
+    assert (gradients[0] - gradients[1]).norm() <= 1e-4 * gradients[1].norm()
 
 
 @pytest.mark.parametrize("name", ["hmamba", "htransformer", "pam", "csp"])
-def test_a_model_file_stands_alone(name):
-    """Of this repository it imports kernels alone: a reader, or a fork, needs one file."""
+def test_a_model_file_stands_alone(name, monkeypatch, capsys):
+    """Of this repository it imports kernels alone: a reader, or a fork, needs one file. As a program it says what it is."""
     imported = set(re.findall(r"^(?:from|import) (\w+)", (ROOT / f"{name}.py").read_text(), re.M))
     assert imported & {path.stem for path in ROOT.glob("*.py")} == {"kernels"}
+    for argv, expected in ((["--help"], 0), (["--wrong"], 2)):
+        monkeypatch.setattr(sys, "argv", [name, *argv])
+        with pytest.raises(SystemExit) as exit:
+            runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+        assert exit.value.code == expected
+        out, err = capsys.readouterr()
+        assert expected or ("No flags" in out and importlib.import_module(name).__doc__[:20] in out and err == "")
 
 
 def skip_without_bf16_attention(spec):
@@ -1717,17 +1667,14 @@ def test_generation_under_autocast_outlives_a_chunk(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", ["hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer", "pam", "sam"]
-)
+@pytest.mark.parametrize("spec", [*sample.MODELS, "htransformer:score=softmax"])
 def test_checkpointing_and_compile_change_nothing(spec):
     model, idx = make(spec, L=1), text_batch(2, 65)
 
     def run(position=0):
-        model.zero_grad()
         logits, _, _ = model(idx[:, :-1], state=moved(model.init_state(2), position))
-        F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten()).backward()
-        return [logits, *(p.grad.clone() for p in model.parameters())]
+        loss = F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
+        return [logits, *torch.autograd.grad(loss, list(model.parameters()))]
 
     plain, far, passes = run(), run(300), []
     counter = next(model.layers[0].children()).register_forward_hook(lambda *_: passes.append(1))
@@ -1746,18 +1693,19 @@ def test_checkpointing_and_compile_change_nothing(spec):
 # ---- counts, sizes, initialisation ----
 
 
-def count(spec, size, **changes):
+def on_meta(spec, size, **changes):
     with torch.device("meta"):
-        return make(spec, size, **changes).num_params()
+        return make(spec, size, **changes)
+
+
+def count(spec, size, **changes):
+    return on_meta(spec, size, **changes).num_params()
 
 
 def test_parameter_counts():
     """QS 5.7: 253M, pairs within 0.02 %. The counts are worked out by hand."""
     totals = {name: count(name, "253m")["total"] for name in ("hmamba", "mamba", "htransformer", "transformer")}
     assert list(totals.values()) == [253_033_856, 253_051_904, 253_107_584, 253_150_208]
-    pairs = {("hmamba", "mamba"): 2e-4, ("htransformer", "transformer"): 2e-4, ("hmamba", "transformer"): 5e-4}
-    for (one, two), share in pairs.items():
-        assert abs(totals[one] - totals[two]) < share * totals[two]
     assert hmamba.matched_width(hmamba.MambaConfig(D=1024, L=24, H=16)) == 1258  # the paper's width
     for size, config in hmamba.Mamba.SIZES.items():  # within one unit of width at every size
         assert abs(count("hmamba", size)["total"] - count("mamba", size)["total"]) <= 3 * config.D * config.L
@@ -1765,9 +1713,10 @@ def test_parameter_counts():
         assert len(cells) == 1  # the factorial has equal parameters
         assert abs(cells.pop() - count("transformer", size)["total"]) <= 2 * config.D * config.L
     for spec in VARIANTS:
-        counts = count(spec, "tiny")
+        model = on_meta(spec, "tiny", L=2)
+        counts = model.num_params()
         assert sum(counts.values()) == 2 * counts["total"]
-    assert 24e6 < count("hmamba", "small")["total"] < 27e6
+        assert model(torch.zeros(2, 70, dtype=torch.long, device="meta"))[0].shape == (2, 70, 256)
     assert "omega" not in count("hmamba:field=real", "tiny")  # what a setting disables is not registered
     # 6N+1 reals a head, and a bias; without a gate N fewer, without delta and dt N+1 fewer and a gate for each real
     for spec, reals in (("hmamba", 97), ("hmamba:gate=none", 81), ("hmamba:field=real", 96)):
@@ -1778,8 +1727,7 @@ def test_pam_sizes_are_those_of_table_1():
     """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size. The
     Transformer (IV.3, matched dense) has PAM's layers, its parameters within 0.1 %, and its protocol."""
     for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
-        with torch.device("meta"):
-            model, twin, dense = (make(name, size, V=50257) for name in ("pam", "sam", "transformer"))
+        model, twin, dense = (on_meta(name, size, V=50257) for name in ("pam", "sam", "transformer"))
         total = model.num_params()["total"]
         assert total == sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=0.01), size
         assert twin.num_params()["total"] == pytest.approx(total, rel=0.005), size
@@ -1794,10 +1742,10 @@ def test_pam_sizes_are_those_of_table_1():
     hand = 2 * 50257 * c.D + c.D + c.L * (18 * c.D**2 + 8 * c.D * c.H * c.d + 3 * c.D * c.H + 2 * c.H + 5 * c.D + 2)
     assert count("pam", "10m", V=50257)["total"] == hand
     assert pam.matched_width(dataclasses.replace(pam.SAM.SIZES["10m"], V=50257)) == 139
+    assert count("pam:order=sequential", "tiny")["total"] == count("pam", "tiny")["total"] == 982_940
     width = pam.matched_width(pam.SAM.SIZES["tiny"])
     gaps = [abs(count(f"sam:width={width + step}", "tiny")["total"] - 982_940) for step in (-1, 0, 1)]
     assert gaps[1] == min(gaps)
-    assert count("pam:order=sequential", "tiny")["total"] == count("pam", "tiny")["total"] == 982_940
 
 
 def test_flops():
@@ -1805,8 +1753,7 @@ def test_flops():
     # By hand, per token, layer and head at T = 1024: 512 keys, products of width 64 for scores and values.
     hand = {"transformer": 24 * 16 * 512 * 2 * (64 + 64), "htransformer": 24 * 16 * 512 * 2 * (32 + 32 + 32)}
     for spec in ("hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer"):
-        with torch.device("meta"):
-            model = make(spec, "253m")
+        model = on_meta(spec, "253m")
         named = [(name[-5:], p) for name, p in model.named_parameters() if p.dim() == 2]
         matrices = sum(p.numel() for ending, p in named if ending not in ("A_log", "omega"))
         assert 6 * matrices <= model.flops_per_token(1024) < (1.05 if "mamba" in spec else 1.2) * 6 * matrices
@@ -1814,8 +1761,7 @@ def test_flops():
     # A state of H-Mamba: a complex multiply-add and conj(C) psi.
     assert make("hmamba", L=3, H=2, N=5).mixing_flops() == 3 * 2 * 5 * (8 + 6)
     # A complex map of n x m costs 4nm multiplications on 2nm numbers; the tied head is a real map of 2D.
-    with torch.device("meta"):
-        model, twin = (make(name, "100m", V=50257) for name in ("pam", "sam"))
+    model, twin = (on_meta(name, "100m", V=50257) for name in ("pam", "sam"))
     D, V, w = 384, 50257, twin.config.width
     maps = 16 * (4 * 9 * D**2 + 4 * 4 * D * D + 3 * D * 6)
     assert model.flops_per_token(512) == 6 * (maps + 2 * D * V) + 3 * 16 * 6 * 64**2 * 18
@@ -1827,11 +1773,10 @@ def test_flops():
 @pytest.mark.parametrize("spec", [v for v in VARIANTS if "born" not in v])
 def test_untrained_loss_is_uniform(spec):
     """ln 256 at tiny; at the wider sizes that the paper trains nearly so."""
-    assert abs(make(spec)(text_batch(4, 256), text_batch(4, 256, 1))[1].item() - math.log(256)) < 0.05
+    assert abs(make(spec)(text_batch(2, 256), text_batch(2, 256, 1))[1].item() - math.log(256)) < 0.05
     if spec in ("hmamba", "mamba", "mamba:init=xavier", "transformer"):
-        for size in ("small", "253m"):
-            loss = make(spec, size, L=2)(text_batch(2, 64), text_batch(2, 64, 1))[1]
-            assert loss.item() < math.log(256) + 0.5
+        loss = make(spec, "253m", L=1)(text_batch(2, 64), text_batch(2, 64, 1))[1]
+        assert loss.item() < math.log(256) + 0.5
 
 
 def assert_xavier(weight, scale=1.0):
@@ -1842,7 +1787,6 @@ def assert_xavier(weight, scale=1.0):
 def test_initialisation_is_as_the_docstrings_say():
     model = make("hmamba", "small")
     layer, attention = model.layers[3], make("htransformer", "small", L=1).layers[0]
-    assert model.embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
     for host, L, low, high in ((layer, 10, -1, 1), (attention, 1, -2, 0)):
         assert host.param_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
         for proj, scale in ((host.in_proj, 1), (host.back_proj, 1), (host.out_proj, L**-0.5)):
@@ -1851,15 +1795,14 @@ def test_initialisation_is_as_the_docstrings_say():
         assert (host.omega.sign()[:, 1:] == -host.omega.sign()[:, :-1]).all()
         assert (host.param_proj.bias[:-8] == 0).all()  # all but H-Mamba's dt
     assert attention.e.std().item() == pytest.approx(0.5**0.5, rel=0.1)
-    dt = F.softplus(torch.cat([x.param_proj.bias[-8:] for x in model.layers]))
-    assert 1e-3 <= dt.min() < 5e-3 and 0.02 < dt.max() <= 0.1 * 1.001
     psi0 = model.init_state(3)[3][1]
     torch.testing.assert_close(psi0.norm(dim=-1), torch.ones(3, 128))
     assert psi0.mean(1).abs().max() < 0.3  # all directions, not the real axis
 
     mixer, xavier = (make(spec, "small", L=10).layers[3].mixer for spec in ("mamba", "mamba:init=xavier"))
-    dt = F.softplus(mixer.dt_proj.bias)
-    assert 0.999e-3 <= dt.min() < 1.2e-3 and 0.09 < dt.max() <= 0.1 * 1.001
+    for bias in (torch.cat([x.param_proj.bias[-8:] for x in model.layers]), mixer.dt_proj.bias):
+        dt = F.softplus(bias)  # H-Mamba has eighty of them, Mamba a thousand
+        assert 0.999e-3 <= dt.min() < (5e-3 if len(dt) == 80 else 1.2e-3) and 0.09 < dt.max() <= 0.1 * 1.001
     torch.testing.assert_close(-mixer.A_log.exp(), -torch.arange(1.0, 17).expand(1024, 16))
     assert (mixer.D == 1).all() and (xavier.dt_proj.bias == 0).all()
     assert_xavier(mixer.out_proj.weight, 10**-0.5)
@@ -1868,16 +1811,16 @@ def test_initialisation_is_as_the_docstrings_say():
     for weight, scale in ((layer.qkv_proj.weight[:512], 1), (layer.out_proj.weight, 0.5), (layer.mlp_out.weight, 0.5)):
         assert_xavier(weight, scale)
 
-    model = make("pam")
-    assert model.embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
-    layer = model.layers[0]
+    for spec in sample.MODELS:
+        assert make(spec).embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    layer = make("pam").layers[0]
     constants = (layer.alpha_cgu, 1.0), (layer.alpha_pam, 0.1), (layer.cgu.act.bias, 0), (layer.pam.dt_proj.bias, -4)
     for p, value in (*constants, (layer.pam.protect_proj.bias, -3)):
         torch.testing.assert_close(p, torch.full_like(p, value))
-    for module in model.modules():
-        for weight in (module.weight_r, module.weight_i) if isinstance(module, pam.ComplexLinear) else ():
-            gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
-            torch.testing.assert_close(gram, 0.5 * torch.eye(len(gram)), atol=1e-5, rtol=0)
+    maps = [m for m in layer.modules() if isinstance(m, pam.ComplexLinear)]
+    for weight in (w for m in maps for w in (m.weight_r, m.weight_i)):
+        gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
+        torch.testing.assert_close(gram, 0.5 * torch.eye(len(gram)), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -1938,86 +1881,76 @@ def as_numbers(z):
     return torch.cat((z.real, z.imag), -1)
 
 
-def watch(layer, *names):
-    """What the named parts of a layer take in and give out: {name: (input, output)}."""
-    seen = {}
-    for name in names:
-        part = getattr(layer, name)
-        part.register_forward_hook(lambda _, args, out, name=name: seen.__setitem__(name, (args[0], out)))
-    return seen
+def normed(z, weight, eps=1e-5):
+    return weight * z / (z.abs().square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-def assert_host(layer, seen, x, y, readout):
-    """The rest of the shared block (QS 5.7): back projection, gate, out projection, residual."""
-    torch.testing.assert_close(seen["back_proj"][0], readout, atol=1e-12, rtol=1e-8)
-    gated = seen["back_proj"][1] * F.silu(seen["in_proj"][1].chunk(2, -1)[1])
-    torch.testing.assert_close(y, x + F.linear(gated, layer.out_proj.weight, layer.out_proj.bias))
+def softmax_weights(scores):
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "spec", ["hmamba", "hmamba:gate=none", "hmamba:field=real", "hmamba:field=real:gate=none", "hmamba:N=5:H=3"]
-)
-def test_h_mamba_block_is_what_the_paper_writes(spec):
-    """One block from its projections on: eqs. 2-3, Algorithm 1, readout, gate (QS 5.1-5.7)."""
-    layer, T, x = make(spec, L=1).double().layers[0], 30, randn(2, 30, 128)
-    c, widths = layer.c, list(layer.widths.values())
-    layer.param_proj.weight.mul_(20)  # away from the start, where everything is nearly linear; dt meets its clamp
-    seen = watch(layer, "in_proj", "conv1d", "param_proj", "back_proj")
-    y, (_, last) = layer(x, layer.init_state(2))
-    padded = F.pad(seen["in_proj"][1].chunk(2, -1)[0], (0, 0, 3, 0)).mT  # three inputs of zero before the first
-    convolved = F.conv1d(padded, layer.conv1d.weight, layer.conv1d.bias, groups=256).mT
-    torch.testing.assert_close(seen["conv1d"][1][0], convolved)
-    p = dict(zip(layer.widths, seen["param_proj"][1].split(widths, -1)))
-    alpha = p["gate"].sigmoid() if c.gate == "sigmoid" else torch.ones(2, T, 1)
-    b, C, psi0 = p["b"], p["C"], layer.psi0 / layer.psi0.norm(dim=-1, keepdim=True)
+def h_mamba_readout(layer, p):
+    """Eqs. 2-3 and Algorithm 1 with the readout, of what param_proj gives: p (B, T, ...). And the last state."""
+    c, psi = layer.c, (layer.psi0 / layer.psi0.norm(dim=-1, keepdim=True)).flatten()
+    p = dict(zip(layer.widths, p.split(list(layer.widths.values()), -1)))
+    a, b, C, outputs = p["gate"].sigmoid() if c.gate == "sigmoid" else torch.ones(len(p["b"]), 30, 1), p["b"], p["C"], []
     if c.field == "complex":
-        layer.omega.mul_(100)  # large phases too
-        y, (_, last) = layer(x, layer.init_state(2))
-        b, C, psi0 = (as_complex(pairs.unflatten(-1, (-1, 2))) for pairs in (b, C, psi0.flatten()))
+        b, C, psi = (as_complex(pairs.unflatten(-1, (-1, 2))) for pairs in (b, C, psi))
         dt = F.softplus(p["dt"]).clamp(max=0.1).repeat_interleave(c.N, -1)
         assert (dt == 0.1).any() and (dt < 0.1).any()
         phi = dt / 2 * (p["delta"] + layer.omega.flatten())
         cayley = (1 + 1j * phi) / (1 - 1j * phi)
         assert cayley.angle().abs().max() > 3
         torch.testing.assert_close(cayley.abs(), torch.ones_like(phi))  # unit modulus
-        alpha, last = alpha * cayley, as_complex(last)
-    psi, outputs = psi0.flatten(), []
-    for t in range(T):
-        psi = alpha[:, t] * psi + b[:, t]
+        a = a * cayley
+    for t in range(30):
+        psi = a[:, t] * psi + b[:, t]
         outputs.append(C[:, t].conj() * psi)
-    readout = torch.stack(outputs, 1)
-    torch.testing.assert_close(last if c.field == "complex" else last.flatten(1), psi)
-    assert_host(layer, seen, x, y, as_numbers(readout) if c.field == "complex" else readout)
+    y = torch.stack(outputs, 1)
+    return as_numbers(y) if c.field == "complex" else y, torch.view_as_real(psi) if c.field == "complex" else psi
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("spec", [v for v in VARIANTS if v.startswith("htransformer")])
-def test_h_transformer_block_is_what_the_paper_writes(spec):
-    """One block from its projections on: rotation, score, readout, gate (QS 5.5, 5.7, 9.2)."""
-    layer, T, x = make(spec, L=1).double().layers[0], 20, randn(2, 20, 128)
-    c, seen = layer.c, watch(layer, "in_proj", "param_proj", "back_proj")
-    layer.param_proj.weight.mul_(20)
-    y, _ = layer(x, layer.init_state(2))
-    params = seen["param_proj"][1][..., : -c.H].view(2, T, 3, c.H, c.N, 2)
-    q, k, v = as_complex(params).permute(2, 0, 3, 1, 4)  # (2, H, T, N)
+def h_transformer_readout(layer, p):
+    """Rotation, score and readout (QS 5.5, 5.7, 9.2), of what param_proj gives: p (B, T, ...)."""
+    c, (B, T, _) = layer.c, p.shape
+    q, k, v = as_complex(p[..., : -c.H].view(B, T, 3, c.H, c.N, 2)).permute(2, 0, 3, 1, 4)  # (B, H, T, N)
     turn = torch.exp(1j * torch.arange(T).view(T, 1) * layer.omega.unsqueeze(1))  # (H, T, N)
     product = (q * turn).conj() @ (k * turn).mT
     if c.score == "softmax":
-        w = (product.real / (2 * c.N) ** 0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+        w = softmax_weights(product.real / (2 * c.N) ** 0.5)
     else:
         w = (product.abs() if c.field == "complex" else product.real).square().tril()
         # The denominator is raised by a millionth of the summed |k_j|^2, for a query of unit norm (born_attention).
         floor = 1e-6 * (k.abs().square().sum(-1).cumsum(-1) * q.abs().square().sum(-1)).unsqueeze(-1)
         w = w / (w.sum(-1, keepdim=True) + floor)
-    o = w.to(v.dtype) @ v
-    e = as_complex(layer.e)
+    o, e = w.to(v.dtype) @ v, as_complex(layer.e)
     e = (e / e.abs()).unsqueeze(1)  # (H, 1, N)
-    if c.field == "complex":
-        readout = torch.view_as_real((e * q).conj() * o)
-    else:
-        readout = torch.stack((e.real * q.real * o.real, e.imag * q.imag * o.imag), -1)
-    assert_host(layer, seen, x, y, readout.transpose(1, 2).flatten(2))
+    y = torch.view_as_real((e * q).conj() * o)
+    if c.field == "real":
+        y = torch.stack((e.real * q.real * o.real, e.imag * q.imag * o.imag), -1)
+    return y.transpose(1, 2).flatten(2), None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", [v for v in EXACT if v.startswith(("hmamba", "htransformer")) and "head" not in v])
+def test_h_block_is_what_the_paper_writes(spec):
+    """The shared block of QS 5.7 around both substrates, away from its start, where everything is nearly linear."""
+    layer, x = make(spec, L=1).double().layers[0], randn(2, 30, 128)
+    w = dict(layer.named_parameters())
+    w["norm.weight"].add_(0.3 * randn(128, seed=3))
+    w["param_proj.weight"].mul_(20)
+    if spec.startswith("hmamba") and layer.c.field == "complex":
+        layer.omega.mul_(100)  # large phases too; dt meets its clamp
+    u, z = (normed(x, w["norm.weight"]) @ w["in_proj.weight"].T).chunk(2, -1)
+    u = F.conv1d(F.pad(u.mT, (layer.c.conv - 1, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=256).mT
+    readout = h_mamba_readout if spec.startswith("hmamba") else h_transformer_readout
+    y, last = readout(layer, F.linear(F.silu(u), w["param_proj.weight"], w["param_proj.bias"]))
+    y = F.linear(y, w["back_proj.weight"], w.get("back_proj.bias")) * F.silu(z)
+    expected = x + F.linear(y, w["out_proj.weight"], w.get("out_proj.bias"))
+    found, (_, state, *_) = layer(x, layer.init_state(2))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-8)
+    if last is not None:
+        torch.testing.assert_close(state.flatten(1), last.flatten(1))
 
 
 @torch.no_grad()
@@ -2026,18 +1959,13 @@ def test_transformer_block_is_the_textbook_one():
     layer, T, x = make("transformer", L=1).double().layers[0], 12, randn(1, 12, 128)
     w = dict(layer.named_parameters())
     for name in ("norm.weight", "mlp_norm.weight"):
-        w[name].copy_(1 + 0.3 * randn(128, seed=3))
-
-    def norm(x, weight):
-        return weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-
-    q, k, v = (norm(x, w["norm.weight"]) @ w["qkv_proj.weight"].T).view(1, T, 3, 4, 32).permute(2, 0, 3, 1, 4)
+        w[name].add_(0.3 * randn(128, seed=3))
+    q, k, v = (normed(x, w["norm.weight"]) @ w["qkv_proj.weight"].T).view(1, T, 3, 4, 32).permute(2, 0, 3, 1, 4)
     turn = torch.exp(1j * torch.arange(T).view(T, 1) * 10000.0 ** (-torch.arange(16).double() / 16))
     q, k = (torch.complex(y[..., :16], y[..., 16:]) * turn for y in (q, k))  # (1, 4, T, 16)
-    scores = (q.conj() @ k.mT).real / 32**0.5
-    weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+    weights = softmax_weights((q.conj() @ k.mT).real / 32**0.5)
     expected = x + (weights @ v).transpose(1, 2).flatten(2) @ w["out_proj.weight"].T
-    hidden = F.silu(norm(expected, w["mlp_norm.weight"]) @ w["mlp_in.weight"].T)
+    hidden = F.silu(normed(expected, w["mlp_norm.weight"]) @ w["mlp_in.weight"].T)
     torch.testing.assert_close(layer(x, layer.init_state(1))[0], expected + hidden @ w["mlp_out.weight"].T)
 
 
@@ -2055,88 +1983,70 @@ def test_pam_is_what_the_paper_writes(spec):
     def lift(z):
         return z if real else as_complex(z.unflatten(-1, (-1, 2)))
 
-    def W(proj):
-        return proj.weight if real else torch.complex(proj.weight_r, proj.weight_i)
-
-    def norm(z, scale):
-        return scale * z / (z.abs().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    def through(proj, z):
+        return z @ (proj.weight if real else torch.complex(proj.weight_r, proj.weight_i)).T
 
     z = lift(model.embedding(idx))
     for layer in model.layers:
         if layer.mixes:  # eqs. 1-2
-            x, cgu = norm(z, layer.cgu_norm.weight), layer.cgu
-            g, u = x @ W(cgu.gate_proj).T, x @ W(cgu.up_proj).T
+            x, cgu = normed(z, layer.cgu_norm.weight, 1e-6), layer.cgu
+            g, u = through(cgu.gate_proj, x), through(cgu.up_proj, x)
             if real:
                 mixed = torch.relu(u) * g.sigmoid()
             else:
                 mixed = (g / g.abs()) * (torch.relu(u.abs() + cgu.act.bias) * u / u.abs()) * g.abs().sigmoid()
-            z = z + layer.alpha_cgu * (mixed @ W(cgu.down_proj).T)
+            z = z + layer.alpha_cgu * through(cgu.down_proj, mixed)
         if layer.remembers:  # eqs. 3-7
-            x, m = norm(z, layer.pam_norm.weight), layer.pam
-            q, k, v = (x @ W(m.qkv_proj).T).view(2, T, 3, H, c.d).permute(2, 0, 3, 1, 4)
+            x, m = normed(z, layer.pam_norm.weight, 1e-6), layer.pam
+            q, k, v = through(m.qkv_proj, x).view(2, T, 3, H, c.d).permute(2, 0, 3, 1, 4)
             decay = torch.exp(-F.softplus(m.dt_proj(x if real else as_numbers(x))))
             p = m.protect_proj(x.abs()).sigmoid()
             gamma = (decay * (1 - p) + p).transpose(1, 2)  # eq. 5
             if spec == "pam:qk=unit":
                 q, k = q / q.abs(), k / k.abs()
             if spec != "pam:order=sequential":
-                n = c.d // 2 if real else c.d
+                n = c.d // 2 if real else c.d  # SAM turns pairs of channels
                 turn = torch.exp(1j * torch.arange(T).view(T, 1) * 10000.0 ** (-torch.arange(n).double() / n))
-                if real:  # pairs of channels
-                    q, k = (torch.view_as_real(as_complex(y.unflatten(-1, (-1, 2))) * turn).flatten(-2) for y in (q, k))
-                else:
-                    q, k = q * turn, k * turn
+                q, k = (as_complex(y.unflatten(-1, (n, 2))) * turn if real else y * turn for y in (q, k))
+                q, k = (torch.view_as_real(y).flatten(-2) if real else y for y in (q, k))
             v, S, ys = v * (1 - p).transpose(1, 2).unsqueeze(-1), 0, []
             for t in range(T):
                 S = gamma[:, :, t, None, None] * S + v[:, :, t, :, None] * k[:, :, t, None].conj()  # eq. 6
                 ys.append(S @ (q[:, :, t] / c.d**0.5).unsqueeze(-1))  # eq. 7
             y = torch.stack(ys, 2).squeeze(-1).transpose(1, 2).reshape(2, T, H * c.d)
-            z = z + layer.alpha_pam * (y @ W(m.out_proj).T)
-    out, E = norm(z, model.norm_f.weight), lift(model.embedding.weight)
+            z = z + layer.alpha_pam * through(m.out_proj, y)
+    out, E = normed(z, model.norm_f.weight, 1e-6), lift(model.embedding.weight)
     # z_r E_r^T + z_i E_i^T. The moduli have 1e-12 added to their squares.
     torch.testing.assert_close(model(idx)[0], (out @ E.mH).real, atol=1e-8, rtol=1e-6)
 
 
-# What transformers 5.24.0 and mambapy 1.2.0 compute (they agree to 4e-7) for the weights of the formula below:
-# logits of the last position, the loss, and the gradient norms, in the order in which the formula numbers the parameters.
-LOGITS_LAST = [
-    [0.2409888, 0.2216169, -0.6595511, 1.02406, -1.274566, 1.38318, -1.33781, 1.143509, -0.8219057, 0.4088035, 0.04980896],
-    [-1.987168, 1.49696, -0.8401037, 0.08972202, 0.670648, -1.356358, 1.891071, -2.215259, 2.292833, -2.115156, 1.702009],
-]  # fmt: skip
-LOSS = 3.042665
-MIXER = ("in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "A_log", "D",
-         "out_proj.weight")  # fmt: skip
-NAMES = [f"layers.{i}.{name}" for i in (0, 1) for name in ("norm.weight", *(f"mixer.{part}" for part in MIXER))]
-GRAD_NORMS = dict(zip(["embedding.weight", *NAMES, "norm_f.weight"], [
-    1.453945, 0.2826491, 0.8022123, 2.576505, 1.0223, 0.2546426, 0.008027206, 0.04162394, 0.01495401, 0.2872706, 1.757589,
-    0.08328699, 0.5491326, 0.375606, 0.1943965, 0.08900396, 0.008842969, 0.03614494, 0.004414224, 0.2096387, 0.6028824,
-    0.28001,
-]))  # fmt: skip
-
-
 def test_mamba_is_the_published_one():
+    """Against logits of the last position, and the loss, of transformers 5.24.0 and mambapy 1.2.0, which agree to 4e-7, for
+    weights by a formula."""
+    published = [
+        [0.2409888, 0.2216169, -0.6595511, 1.02406, -1.274566, 1.38318, -1.33781, 1.143509, -0.8219057, 0.4088035, 0.04980896],
+        [-1.987168, 1.49696, -0.8401037, 0.08972202, 0.670648, -1.356358, 1.891071, -2.215259, 2.292833, -2.115156, 1.702009],
+    ]  # fmt: skip
+    mixer = "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias A_log D out_proj.weight"
+    layer = ["norm.weight", *(f"mixer.{part}" for part in mixer.split())]
+    names = ["embedding.weight", *(f"layers.{i}.{name}" for i in (0, 1) for name in layer), "norm_f.weight"]
     model = hmamba.Mamba(hmamba.MambaConfig(V=11, D=16, L=2, N=4, mlp=0)).double()
-    parameters = dict(model.named_parameters())
-    assert set(parameters) == set(GRAD_NORMS)
-    with torch.no_grad():
-        for k, name in enumerate(GRAD_NORMS):
-            p, j = parameters[name], torch.arange(parameters[name].numel()).double()
-            value = (0.3 * torch.sin(1.7 * k + 0.61 * j + 0.013 * j * k)).view(p.shape)
-            if name.endswith(("norm.weight", "norm_f.weight", "mixer.D")):
-                value = 1 + value
-            if name.endswith("A_log"):
-                value = torch.arange(1, 5).double().log() + value
-            if name.endswith("dt_proj.bias"):
-                value = value - 2
-            p.copy_(value)
+    assert set(model.state_dict()) == set(names)  # those of the published
+    for k, name in enumerate(names):
+        p = model.get_parameter(name).data
+        j = torch.arange(p.numel()).double()
+        p.copy_((0.3 * torch.sin(1.7 * k + 0.61 * j + 0.013 * j * k)).view(p.shape))
+        if name.endswith(("norm.weight", "norm_f.weight", "mixer.D")):
+            p += 1
+        if name.endswith("A_log"):
+            p += torch.arange(1, 5).double().log()
+        if name.endswith("dt_proj.bias"):
+            p -= 2
     b, t = torch.arange(2).view(2, 1), torch.arange(10)
     tokens = (3 * b + 5 * t + t * t) % 11
     logits, loss, _ = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    torch.testing.assert_close(logits[:, -1], torch.tensor(LOGITS_LAST).double(), atol=5e-6, rtol=0)
-    assert loss.item() == pytest.approx(LOSS, abs=5e-6)
-    for name, expected in GRAD_NORMS.items():
-        assert parameters[name].grad.norm().item() == pytest.approx(expected, rel=1e-5), name
+    torch.testing.assert_close(logits[:, -1], torch.tensor(published).double(), atol=5e-6, rtol=0)
+    assert loss.item() == pytest.approx(3.042665, abs=5e-6)
 
 
 def test_relative_phase_is_transported_exactly():
@@ -2157,10 +2067,8 @@ def test_relative_phase_is_transported_exactly():
 def test_heads_are_distributions():
     """mos and born give log-probabilities; the Born rule against complex arithmetic."""
     for spec in ("hmamba:head=mos", "hmamba:head=born", "mamba:head=mos", "mamba:head=born"):
-        model = make(spec, L=1).double()
-        log_p = model(text_batch(1, 20))[0]
-        torch.testing.assert_close(log_p.logsumexp(-1), torch.zeros(1, 20, dtype=torch.float64), atol=1e-12, rtol=0)
-        x, E = randn(1, 3, 128), model.embedding.weight
+        model, x = make(spec, L=1).double(), randn(1, 3, 128)
+        E = model.embedding.weight
         if "born" in spec:
             psi, e = (as_complex(y.unflatten(-1, (-1, 2))) for y in (x, E))
             p = torch.einsum("vk,btk->btv", e.conj(), psi).abs().square()
@@ -2181,26 +2089,22 @@ def test_complex_primitives_at_zero(module):
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["pam", "sam"])
 def test_protected_state_is_frozen(spec):
-    """PAM eq. 5: p = 1 keeps S and lets nothing in; p = 0 leaves the decay e^-dt."""
+    """PAM eq. 5: p = 1 keeps S and lets nothing in; p = 0 leaves the decay e^-dt. A small 1 - gamma keeps its digits."""
     model = make(spec, L=1)
-    layer = model.layers[0].pam
-    x = randn(1, 30, *((model.config.width,) if model.real else (100, 2))).float()
+    layer, x = model.layers[0].pam, randn(1, 30, *((model.config.width,) if model.real else (100, 2))).float()
     S = torch.randn(layer.init_state(1)[0].shape, generator=torch.Generator().manual_seed(0))
     torch.nn.init.zeros_(layer.protect_proj.weight)
     for bias, same in ((40.0, True), (-3.0, False)):
         layer.protect_proj.bias.fill_(bias)
         _, (after, position) = layer(x, (S, 0))
-        assert position == 30
-        assert torch.equal(after, S) == same
+        assert position == 30 and torch.equal(after, S) == same
     layer.protect_proj.bias.fill_(-200.0)
-    dt = F.softplus(layer.dt_proj(x if model.real else torch.cat(x.unbind(-1), -1)))
+    dt = F.softplus(layer.dt_proj(x if model.real else as_numbers(as_complex(x))))
     torch.testing.assert_close(layer.gates(x)[0], -dt)
-    layer.dt_proj.bias.fill_(500.0)  # an open, fully forgetting gate: finite, and gradients too
-    assert layer.gates(x)[0].isfinite().all()
-    assert layer.gates(x)[0].exp().max() < 2e-7
-    # 1 - gamma = 1e-9 and below: log gamma is that small number, not 0 and not rounding. Nor is 1 - p, where p is 1.
     torch.nn.init.zeros_(layer.dt_proj.weight)
-    layer.dt_proj.bias.fill_(-20.0)
+    layer.dt_proj.bias.fill_(500.0)  # an open, fully forgetting gate
+    assert (layer.gates(x)[0].isfinite() & (layer.gates(x)[0].exp() < 2e-7)).all()
+    layer.dt_proj.bias.fill_(-20.0)  # 1 - gamma = 1e-9 and below: neither 0 nor rounding. Nor is 1 - p, where p is 1.
     for logit in (3, 8, 12, 20, 60):
         layer.protect_proj.bias.fill_(logit)
         expected = 1 / (1 + math.exp(logit))
@@ -5707,6 +5611,10 @@ def test_training_and_sampling_on_tokens(merges, program, no_curves):
 # ----------------------------------------------------------------------------------------------------------------------
 # CSP and its baselines
 
+TASK_SPECS = ["csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel", "csp-fast", "csp-fast:scan=segment",
+              "csp-fast:scan=printed:theta=step", "csp-fast:theta=frozen:gate=sigmoid", "rnn", "complex-rnn",
+              "signed-mamba", "signed-mamba:transition=input", "decoder"]  # fmt: skip
+
 
 @pytest.mark.parametrize(("name", "count"), [("csp-vanilla", 4779), ("csp-fast", 4779), ("rnn", 2770),
                                              ("complex-rnn", 10578), ("signed-mamba", 17106), ("decoder", 39890)])  # fmt: skip
@@ -5718,65 +5626,85 @@ def test_csp_parameters(name, count):
     assert f"{name} {count:,}" in said
 
 
-def csp_cells(carry, **kwargs):
-    """A block of csp.py in float64 for two seeds, and an input (S, B, T, 2, d)."""
-    cfg = csp.CSPConfig(d=3, carry=carry, **kwargs)
-    block = csp.stack_seeds(csp.CSPBlock, cfg, [1, 2]).double()
-    with torch.no_grad():
-        block.g.copy_(torch.tensor([0.3, -0.8]).view(2, 1, 1, 1, 1))
-    return block, randn(2, 4, 9, 2, 3, seed=3)
+@pytest.mark.parametrize("spec", TASK_SPECS)
+def test_task_models(spec):
+    """A later symbol changes no earlier score, and one seed's weights no other seed's scores. All parameters get gradients.
+    No symbols are an error, and so are other symbols, which are no rows of another seed's embedding."""
+    model, alone = (tasks.build(spec, "mod3", seeds).double() for seeds in ([7, 8], [8]))
+    idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
+    out, later = model(idx), idx.clone()
+    assert out.dtype == torch.float64
+    later[:, :, 12:] = 1 - later[:, :, 12:]
+    torch.testing.assert_close(model(later)[:, :, :12], out[:, :, :12], rtol=1e-10, atol=1e-10)
+    assert (model(later)[:, :, 12:] - out[:, :, 12:]).abs().max() > 1e-3
+    torch.testing.assert_close(alone(idx[1:])[0], out[1], rtol=1e-10, atol=1e-10)
+    out.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in model.parameters())
+    for B, T in ((0, 3), (3, 0)):
+        with pytest.raises(ValueError, match=rf"idx has shape \(2, {B}, {T}\); expected \(S, B, T\)"):
+            model(idx[:, :B, :T])
+    for seed, symbol in ((1, -1), (0, 3)):
+        later[seed, 0, 4] = symbol
+        with pytest.raises(IndexError):
+            model(later)
+        later[seed, 0, 4] = 0
 
 
-def literal_csp(block, z, s, cfg):
+@pytest.mark.parametrize("spec", TASK_SPECS)
+def test_task_models_compute_in_at_least_float32(spec, monkeypatch):
+    """With weights of half precision scores are those of the same weights in float64, far within a rounding of bfloat16
+    (4e-3); so they are with the reference as backend. Autocast changes neither scores nor gradients."""
+    idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
+    for dtype, backend in ((torch.float16, ""), (torch.bfloat16, ""), (torch.float32, "reference")):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
+        model = tasks.build(spec, "mod3", [7, 8]).to(dtype)
+        found, exact = model(idx), copy.deepcopy(model).double()(idx)
+        assert found.dtype == torch.float32
+        assert (found - exact).norm() < 1e-4 * exact.norm()
+        with torch.autocast("cpu", torch.bfloat16):
+            again = model(idx)
+        assert torch.equal(again, found)
+        found, again = (torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (found, again))
+        assert all(g.dtype == dtype and g.isfinite().all() and torch.equal(g, h) for g, h in zip(found, again))
+
+
+def literal_csp(block, z, s):
     """Algorithm 1 (carry=normalised) or Algorithm 2 (linear) for the seed s, line by line, in complex128, one sequence at a
     time. z (B, T, 2, d). Algorithm 2's division by A_shift + eps is left out: h_t = alpha_t (h_{t-1} + c_t)."""
-    W_theta, B, b_B = block.W_theta.weight[s], block.B.weight[s], block.B.bias[s, 0]
-    w_delta, b_delta = block.W_delta.weight[s, :, 0], block.W_delta.bias[s, 0, 0]
-    w_gamma, b_gamma = block.W_gamma.weight[s, :, 0], block.W_gamma.bias[s, 0, 0]
-    g, d, outputs = block.g[s].sigmoid().item(), z.shape[-1], []
+    w, cfg, d, outputs = {name: p[s].squeeze() for name, p in block.named_parameters()}, block.config, z.shape[-1], []
     silu = lambda v: torch.complex(v.real * v.real.sigmoid(), v.imag * v.imag.sigmoid())
     for sequence in z:
         theta, h = 0.0, torch.zeros(d, dtype=torch.complex128)
         for z_re, z_im in sequence:
-            x, y = torch.tanh(torch.cat((z_re, z_im)) @ W_theta).unflatten(-1, (2, -1))  # of 1, or of d by channel
+            x, y = torch.tanh(torch.cat((z_re, z_im)) @ w["W_theta.weight"]).unflatten(-1, (2, -1))  # of 1, or of d
             theta = theta * (cfg.theta != "step") + torch.angle(torch.complex(x, y))
             z_t = torch.complex(z_re, z_im)
-            rotated = z_t * torch.exp(1j * theta)
-            joined = torch.cat((rotated.real, rotated.imag)) @ B + b_B
-            eta = joined @ w_gamma + b_gamma
+            joined = as_numbers(z_t * torch.exp(1j * theta)) @ w["B.weight"] + w["B.bias"]
+            eta = joined @ w["W_gamma.weight"] + w["W_gamma.bias"]
             gamma = 0.5 * (1 + torch.sin(eta)) if cfg.gate == "sine" else 1 / (1 + torch.exp(-eta))
-            b = torch.complex(joined[:d], joined[d:])
-            if cfg.carry == "linear":
-                delta = F.softplus((gamma * joined) @ w_delta + b_delta)
-                h = torch.exp(-delta) * (h + gamma * b)
-                u = g * z_t + silu(h)
-                outputs.append(u / u.abs())
-            else:
-                delta = F.softplus(joined @ w_delta + b_delta)
-                u = g * (z_t if cfg.skip == "input" else h) + silu(torch.exp(-delta) * h + gamma * b)
-                h = u / u.abs()
-                outputs.append(h)
+            b, g, linear = torch.complex(joined[:d], joined[d:]), w["g"].sigmoid(), cfg.carry == "linear"
+            delta = F.softplus((gamma * joined if linear else joined) @ w["W_delta.weight"] + w["W_delta.bias"])
+            skip = g * (z_t if cfg.skip == "input" else h)
+            h = torch.exp(-delta) * (h + gamma * b) if linear else torch.exp(-delta) * h + gamma * b
+            u = skip + silu(h)
+            outputs.append(u / u.abs())
+            h = h if linear else outputs[-1]
     return torch.view_as_real(torch.stack(outputs)).transpose(-1, -2).reshape(z.shape)
 
 
-@pytest.mark.parametrize(("carry", "kwargs"), [("normalised", {}), ("normalised", {"skip": "prev"}), ("linear", {}),
-                                               ("linear", {"gate": "sigmoid"}), ("linear", {"theta": "step"}),
-                                               ("linear", {"theta": "channel"})])  # fmt: skip
-def test_csp_block_is_its_algorithm(carry, kwargs, monkeypatch):
+def test_csp_block_is_its_algorithm(monkeypatch):
+    """And the two algorithms are not equal, as CSP section 2.4.2 has it: A_shift damps the input from the first step on."""
     monkeypatch.setattr(csp, "EPS", 0.0)
-    block, z = csp_cells(carry, **kwargs)
-    out = block(z)
-    for s in (0, 1):
-        torch.testing.assert_close(out[s], literal_csp(block, z[s], s, block.config), rtol=0, atol=1e-10)
-    assert (out.square().sum(-2) - 1).abs().max() < 1e-12  # on the unit circle
-
-
-def test_algorithms_1_and_2_are_not_equal():
-    """CSP section 2.4.2 calls them equivalent. With the same weights they part at the first step: A_shift damps its input."""
-    vanilla, z = csp_cells("normalised")
-    fast, _ = csp_cells("linear")
-    fast.load_state_dict(vanilla.state_dict())
-    assert (vanilla(z) - fast(z)).abs().mean((0, 1, 3, 4)).min() > 0.05
+    outputs, z = [], randn(2, 4, 9, 2, 3, seed=3)  # (S, B, T, 2, d)
+    for settings in ({}, {"skip": "prev"}, {"carry": "linear"}, {"carry": "linear", "gate": "sigmoid"},
+                     {"carry": "linear", "theta": "step"}, {"carry": "linear", "theta": "channel"}):  # fmt: skip
+        block = csp.stack_seeds(csp.CSPBlock, csp.CSPConfig(d=3, **settings), [1, 2]).double()
+        block.g.data = torch.tensor([0.3, -0.8]).double().view(2, 1, 1, 1, 1)
+        outputs.append(block(z))
+        for s in (0, 1):
+            torch.testing.assert_close(outputs[-1][s], literal_csp(block, z[s], s), rtol=0, atol=1e-10)
+        assert (outputs[-1].square().sum(-2) - 1).abs().max() < 1e-12  # on the unit circle
+    assert (outputs[0] - outputs[2]).abs().mean((0, 1, 3, 4)).min() > 0.05
 
 
 @pytest.mark.parametrize("T", [1, 2, 16, 65, 300])
@@ -5791,10 +5719,9 @@ def test_csp_scans_agree(T, delta):
         return h, *torch.autograd.grad(h, leaves, torch.sin(torch.arange(h.numel())).view(h.shape).to(h))
 
     expected = run("sequential", torch.float64)
-    for method in ("sequential", "segment", "associative"):
-        for dtype in (torch.float32, torch.float64):
-            for found, right in zip(run(method, dtype), expected):
-                assert (found - right).abs().max() <= 2 * (T + 8) * torch.finfo(dtype).eps * right.abs().max()
+    for method, dtype in itertools.product(("sequential", "segment", "associative"), (torch.float32, torch.float64)):
+        for found, right in zip(run(method, dtype), expected):
+            assert (found - right).abs().max() <= 2 * (T + 8) * torch.finfo(dtype).eps * right.abs().max()
 
 
 def test_printed_formula_fails_where_the_exact_scan_does_not():
@@ -5853,36 +5780,32 @@ def test_complex_rnn_is_its_formula():
     idx, h, expected = torch.tensor([[[0, 1, 1, 0, 1]]]), torch.zeros(4, dtype=torch.complex128), []
     w = {name: p[0].squeeze(0) for name, p in model.named_parameters()}
     for token in idx[0, 0]:
-        x, joined = model.embedding.weight[0, token], torch.cat((h.real, h.imag))
+        x, joined = model.embedding.weight[0, token], as_numbers(h)
         candidate = torch.tanh(x @ w["W.weight"] + w["W.bias"] + joined @ w["U.weight"] + w["U.bias"])
         u = torch.sigmoid(x @ w["W_u.weight"] + w["W_u.bias"] + joined @ w["U_u.weight"])
         phi = x @ w["W_phi.weight"] + w["W_phi.bias"]
         h = (1 - u) * torch.exp(1j * phi) * h + u * torch.complex(candidate[:4], candidate[4:])
-        expected.append(torch.cat((h.real, h.imag)))
+        expected.append(as_numbers(h))
     torch.testing.assert_close(model(idx), model.head(torch.stack(expected)[None, None], None), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("transition", ["fixed", "input"])
 def test_signed_mamba_block_is_its_formula(transition):
-    """h_t = a_t h_{t-1} + dt_t u_t B_t with a_t = tanh(dt_t A), or tanh(W_a u_t): arXiv 2312.00752, section 3.4, but for a_t."""
+    """`signed_loop` with a_t = tanh(dt_t A), or tanh(W_a u_t), in the block of arXiv 2312.00752, section 3.4."""
     cfg = csp.SignedMambaConfig(E=3, N=2, dt_rank=1, transition=transition)
     block, x = csp.stack_seeds(csp.SignedMambaBlock, cfg, [4]).double(), randn(1, 1, 6, csp.WIDTH)
     if transition == "fixed":
         assert csp.SignedMambaConfig().N == 16
         assert block.A[0, 0].sign().tolist() == [1, -1]  # half of the states flip
     w = {name: p[0].squeeze() if p.shape[1] == 1 else p[0] for name, p in block.named_parameters()}
-    normed = x[0, 0] / (x[0, 0].square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt() * w["norm"]
-    u, gate = (normed @ w["in_proj.weight"]).split(3, -1)
+    u, gate = (normed(x[0, 0], w["norm"], torch.finfo(torch.float64).eps) @ w["in_proj.weight"]).split(3, -1)
     u = F.conv1d(F.pad(u.T, (3, 0)), w["conv"].T.unsqueeze(1), w["conv_bias"], groups=3).T
     u = u * u.sigmoid()
     r, B, C = (u @ w["x_proj.weight"]).split((1, 2, 2), -1)
     dt = torch.log1p(torch.exp(r @ block.dt_proj.weight[0] + w["dt_proj.bias"]))
-    a = torch.tanh(dt[..., None] * w["A"] if transition == "fixed" else (u @ w["W_a.weight"] + w["W_a.bias"])[..., None])
-    h, ys = torch.zeros(3, 2, dtype=torch.float64), []
-    for t in range(6):
-        h = a[t] * h + (dt[t] * u[t])[:, None] * B[t]
-        ys.append(h @ C[t] + w["D"] * u[t])
-    expected = x[0, 0] + (torch.stack(ys) * gate * gate.sigmoid()) @ w["out_proj.weight"]
+    rate, A = (dt, w["A"]) if transition == "fixed" else (u @ w["W_a.weight"] + w["W_a.bias"], torch.ones(3, 1))
+    y = signed_loop(*(v[None, None] if v is not A else A[None] for v in (rate, A, dt * u, B, C)))[0, 0]
+    expected = x[0, 0] + ((y + w["D"] * u) * gate * gate.sigmoid()) @ w["out_proj.weight"]
     torch.testing.assert_close(block(x)[0, 0], expected, rtol=0, atol=1e-9)
 
 
@@ -5905,53 +5828,6 @@ def test_rnn_and_decoder_are_their_formulas():
     x = decoder.widen(decoder.embedding(idx))[0] + torch.tensor(position, dtype=torch.float64)
     y = peer(x, src_mask=torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1))
     torch.testing.assert_close(decoder(idx), decoder.head(decoder.norm(y[None]), None), rtol=0, atol=1e-12)
-
-
-TASK_SPECS = ["csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel", "csp-fast", "csp-fast:scan=segment",
-              "csp-fast:scan=printed:theta=step", "csp-fast:theta=frozen:gate=sigmoid", "rnn", "complex-rnn",
-              "signed-mamba", "signed-mamba:transition=input", "decoder"]  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", TASK_SPECS)
-def test_task_models_are_causal_and_keep_seeds_apart(spec):
-    """A later symbol changes no earlier score, and one seed's weights no other seed's scores. All parameters get gradients.
-    No symbols are an error, and so are other symbols, which are no rows of another seed's embedding."""
-    model, alone = (tasks.build(spec, "mod3", seeds).double() for seeds in ([7, 8], [8]))
-    idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
-    out, later = model(idx), idx.clone()
-    assert out.dtype == torch.float64
-    later[:, :, 12:] = 1 - later[:, :, 12:]
-    torch.testing.assert_close(model(later)[:, :, :12], out[:, :, :12], rtol=1e-10, atol=1e-10)
-    assert (model(later)[:, :, 12:] - out[:, :, 12:]).abs().max() > 1e-3
-    torch.testing.assert_close(alone(idx[1:])[0], out[1], rtol=1e-10, atol=1e-10)
-    out.square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0 for p in model.parameters())
-    for B, T in ((0, 3), (3, 0)):
-        with pytest.raises(ValueError, match=rf"idx has shape \(2, {B}, {T}\); expected \(S, B, T\)"):
-            model(idx[:, :B, :T])
-    for seed, symbol in ((1, -1), (0, 3)):
-        later[seed, 0, 4] = symbol
-        with pytest.raises(IndexError):
-            model(later)
-        later[seed, 0, 4] = 0
-
-
-@pytest.mark.parametrize("spec", TASK_SPECS)
-def test_task_models_compute_in_at_least_float32(spec, monkeypatch):
-    """With weights of half precision scores are those of the same weights in float64, far within a rounding of bfloat16
-    (4e-3); so they are with the reference as backend. Autocast changes neither scores nor gradients."""
-    idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
-    for dtype, backend in ((torch.float16, ""), (torch.bfloat16, ""), (torch.float32, "reference")):
-        monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
-        model = tasks.build(spec, "mod3", [7, 8]).to(dtype)
-        found, exact = model(idx), copy.deepcopy(model).double()(idx)
-        assert found.dtype == torch.float32
-        assert (found - exact).norm() < 1e-4 * exact.norm()
-        with torch.autocast("cpu", torch.bfloat16):
-            again = model(idx)
-        assert torch.equal(again, found)
-        found, again = (torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (found, again))
-        assert all(g.dtype == dtype and g.isfinite().all() and torch.equal(g, h) for g, h in zip(found, again))
 
 
 def test_rotation_projection_is_alive():
