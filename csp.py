@@ -111,7 +111,7 @@ class Head(nn.Module):
 
     def forward(self, x, generators):
         if generators is not None:
-            keep = torch.stack([torch.rand(x.shape[1:], generator=g) for g in generators]) >= DROPOUT
+            keep = torch.stack([torch.rand(x.shape[1:], generator=g, dtype=torch.float32) for g in generators]) >= DROPOUT
             x = x * keep.to(x) / (1 - DROPOUT)
         return self.out(self.hidden(x).relu())
 

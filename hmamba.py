@@ -25,7 +25,7 @@ alternating sign, psi0. The numbers, and the rows marked *, are ours: the paper 
     param_proj                          normal, std 0.02: the modulation begins near zero
     its bias *                          0 (so alpha = 0.5), but for dt: softplus^-1 of log-uniform [1e-3, 0.1]
     omega                               geometric grid 0.1 ... 10 in each head, alternating sign
-    psi0                                circularly symmetric complex normal, used divided by its modulus
+    psi0                                circularly symmetric complex normal, used divided by its modulus, never 0
     conv1d, norms, head=mos *           PyTorch's own: uniform +-1/2 for a width of 4; 1; uniform
 Mamba takes the same for the tensors that both have (QS figure 2). Its own, init=official, as published: A_log = log(1..N),
 D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU Xavier, its last matrix / sqrt(L).

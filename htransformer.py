@@ -33,7 +33,7 @@ alternating sign, e. The numbers, and the rows marked *, are ours: the paper doe
     out_proj *                      Xavier uniform / sqrt(L); bias 0
     param_proj                      normal, std 0.02; bias 0
     omega                           geometric grid 0.01 ... 1 in each head, alternating sign
-    e                               circularly symmetric complex normal, used divided by its modulus
+    e                               circularly symmetric complex normal, used divided by its modulus, never 0
     conv1d, norms *                 PyTorch's own: uniform +-1/2 for a width of 4; 1
     Transformer *                   Xavier uniform; the two matrices that write to the residual stream / sqrt(2L)
 """

@@ -5653,7 +5653,8 @@ def test_task_models(spec):
 @pytest.mark.parametrize("spec", TASK_SPECS)
 def test_task_models_compute_in_at_least_float32(spec, monkeypatch):
     """With weights of half precision scores are those of the same weights in float64, far within a rounding of bfloat16
-    (4e-3); so they are with the reference as backend. Autocast changes neither scores nor gradients."""
+    (4e-3); so they are with the reference as backend. Autocast changes neither scores nor gradients, PyTorch's default
+    dtype no dropout."""
     idx = torch.randint(2, (2, 5, 21), generator=torch.Generator().manual_seed(0))
     for dtype, backend in ((torch.float16, ""), (torch.bfloat16, ""), (torch.float32, "reference")):
         monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
@@ -5666,6 +5667,13 @@ def test_task_models_compute_in_at_least_float32(spec, monkeypatch):
         assert torch.equal(again, found)
         found, again = (torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (found, again))
         assert all(g.dtype == dtype and g.isfinite().all() and torch.equal(g, h) for g, h in zip(found, again))
+    dropped = lambda: model(idx, [torch.Generator().manual_seed(s) for s in (7, 8)])
+    found = dropped()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(found, dropped())
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def literal_csp(block, z, s):
