@@ -1424,7 +1424,7 @@ def text_batch(B, T, seed=0):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("spec", "dtype", "T"),
-    [(v, torch.float64, 90) for v in VARIANTS] + [(v, torch.float32, 300) for v in EXACT if v not in ILL_CONDITIONED],
+    [(v, torch.float64, 70) for v in VARIANTS] + [(v, torch.float32, 300) for v in [*sample.MODELS, SOFTMAX[0]]],
 )
 def test_step_and_chunked_prefill_equal_the_full_pass(spec, dtype, T):
     """So no output sees what follows. In float64 to rounding, in float32 to 1e-4: sums of T numbers of size 1 lose at
@@ -1713,7 +1713,7 @@ def test_parameter_counts():
         assert len(cells) == 1  # the factorial has equal parameters
         assert abs(cells.pop() - count("transformer", size)["total"]) <= 2 * config.D * config.L
     for spec in VARIANTS:
-        model = on_meta(spec, "tiny", L=2)
+        model = on_meta(spec, "tiny", L=1)
         counts = model.num_params()
         assert sum(counts.values()) == 2 * counts["total"]
         assert model(torch.zeros(2, 70, dtype=torch.long, device="meta"))[0].shape == (2, 70, 256)
