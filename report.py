@@ -779,11 +779,12 @@ def plot_steps(shared, models, path):
 
 def plot_gap(shared, models, path):
     """QS figure 5: validation loss minus its reference's by step, the warmup shaded. Thin: seeds. Horizontal bands: the
-    paper's gaps at its budget, of its own pairs. Left out: a model beside itself in another shape."""
+    paper's gaps at its budget, of its own pairs. A model and itself in another shape is left out beside others."""
     lines, bands, warmup = {}, {}, shared.get("schedule") != "constant"
     compared = {label: (other, both) for label, other, both in pairs(models, lambda events: dict(zip(*curve(events))))}
+    others = [label for label, (other, _) in compared.items() if split_shape(label)[0] != split_shape(other)[0]]
     for name, labels in panels(models).items():
-        for label in (x for x in labels if x in compared and split_shape(x)[0] != split_shape(compared[x][0])[0]):
+        for label in (x for x in labels if x in (others or compared)):
             other, both = compared[label]
             gaps = [{step: ours[step] - theirs[step] for step in ours if step in theirs} for ours, theirs in both]
             curves = [([*gap], [*gap.values()]) for gap in gaps]
@@ -838,21 +839,27 @@ def plot_rates(shared, models, path):
         log_axis(axes[0], "x", rates)
 
 
+def differences(groups):
+    """[{setting: value}] of what the groups of group_runs differ in."""
+    corpora = [f"{shared['data']['name']} {shared['data']['sha256'][:8]}" for shared, _ in groups]
+    settings = [shared | {"data": corpus} for (shared, _), corpus in zip(groups, corpora)]
+    keys = dict.fromkeys(key for s in settings for key in s)
+    differ = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
+    return [{key: s.get(key) for key in differ} for s in settings]
+
+
 def training_report(logs):
     """(tables, {file name: function that draws it into a path}) of all groups of runs."""
     groups, text, figures, sweeps, kinds = group_runs(logs), [], {}, {}, []
-    keys = dict.fromkeys(key for shared, _ in groups for key in shared)
-    differ = [key for key in keys if any(shared.get(key) != groups[0][0].get(key) for shared, _ in groups)]
-    if differ:
-        text.append(f"Runs of {len(groups)} kinds, which differ in {', '.join(differ)} and are not averaged.")
+    if len(groups) > 1:
+        differ = ", ".join(differences(groups)[0])
+        text.append(f"Runs of {len(groups)} kinds, which differ in {differ} and are not averaged.")
         if not any(pairs(models, curve) for _, models in groups):
             text[-1] += " No ratios and no gaps: they would compare these settings, not models."
-    for shared, models in groups:
-        corpus = f"{shared['data']['name']} {shared['data']['sha256'][:8]}"
-        values = {key: corpus if key == "data" else shared.get(key) for key in differ}
+    for (shared, models), values in zip(groups, differences(groups)):
         kind = ", ".join(f"{key} {value}" for key, value in values.items())
         kinds.append((kind, shared, models))
-        text += [f"### {kind}"] * bool(differ) + [training_tables(shared, models)]
+        text += [f"### {kind}"] * bool(kind) + [training_tables(shared, models)]
         members = [events for runs in models.values() for events in runs.values()]
         drawn, finished = {}, [events for events in members if epoch_losses(events) and final_loss(events) is not None]
         if any(map(epoch_losses, members)):
@@ -923,12 +930,14 @@ def bounded_ratio(runs, others, target):
 
 def forest(folders):
     """All ratios of steps of runs of train.py, {name of a folder: logs}: (table, function that draws the figure)."""
-    found = {}  # {group: {(label, reference): {loss: bounded_ratio}}}
-    for folder, (shared, models) in ((folder, group) for folder, logs in folders.items() for group in group_runs(logs)):
-        rows = found.setdefault(f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}", {})
-        for label, other, _ in pairs(models, curve):
-            rows[label, other] = {f"{goal} {unit(shared['tokens'])}": bounded_ratio(models[label], models[other], goal)
-                                  for goal in targets(models)[0]}  # fmt: skip
+    found, told = {}, ("size", "steps", "schedule", "warmup")  # {group: {(label, reference): {loss: bounded_ratio}}}
+    for folder, groups in ((folder, group_runs(logs)) for folder, logs in folders.items()):
+        for (shared, models), values in zip(groups, differences(groups)):
+            name = f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}"
+            rows = found.setdefault("; ".join([name, *(f"{k} {v}" for k, v in values.items() if k not in told)]), {})
+            for label, other, _ in pairs(models, curve):
+                ratios = {goal: bounded_ratio(models[label], models[other], goal) for goal in targets(models)[0]}
+                rows[label, other] = {f"{goal} {unit(shared['tokens'])}": ratio for goal, ratio in ratios.items()}
     losses = {loss for rows in found.values() for ratios in rows.values() for loss in ratios}
     losses, table = sorted(losses, key=lambda loss: (-float(loss.split()[0]), loss)), []
     if not losses:
@@ -949,10 +958,11 @@ def forest(folders):
 def plot_forest(found, path):
     """A row for each pair of `forest`: from top to bottom the ratios to ever lower losses, with 95 % intervals."""
     lines = sum(1 + len(rows) for rows in found.values())
-    title = "Ratio of steps to the same validation loss: above 1 the second model of a pair is faster. In each row the "
-    title += "loss falls from top to bottom. Bars: 95 % over seeds; triangles: at least, or at most"
-    with figure(path, title, [""], height=0.34 * lines, xlabel="steps of the first over steps of the second") as (ax,):
-        y, names = 0, {}
+    title = "Steps to a validation loss, of the first model of a pair over those of the second. In each row the loss "
+    title += "falls from top to bottom. Bars: 95 % over seeds; triangles: at least, or at most"
+    xlabel = "the first is faster  <     ratio of steps     >  the second is faster"
+    with figure(path, title, [""], height=0.34 * lines, xlabel=xlabel) as (ax,):
+        y, names, means = 0, {}, [0.5, 4]
         for group, rows in found.items():
             look = {"weight": "bold", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
             ax.text(0.01, y, group, transform=ax.get_yaxis_transform(), va="center", **look)
@@ -963,6 +973,7 @@ def plot_forest(found, path):
                 for at, (sign, both) in zip(np.linspace(y + 0.36, y - 0.36, len(bounded) + 2)[1:-1], bounded):
                     (mean, ends), colour = mean_ratio(both), style(label)["color"]
                     ax.plot(mean, at, sign.replace("=", "o"), color=colour, ms=4)
+                    means += [mean / 1.1, mean * 1.1]
                     if sign == "=" and ends:
                         ax.plot(ends, [at, at], color=colour, lw=1.2)
                 ax.axhline(y - 0.5, color="0.9", lw=0.8)
@@ -971,10 +982,10 @@ def plot_forest(found, path):
         for label, ratio in PAPER["ratio of steps"].items():
             text = f"the paper's {label} / {COMPLEX[label]}: {ratio}"
             ax.axvline(float(ratio.split()[-1]), color=style(label)["color"], ls="--", lw=1.2, label=text)
-        ax.set(ylim=(y + 0.4, 0.6))
+        ax.set(xlim=(min(means), max(means)), ylim=(y + 0.4, 0.6))  # an interval may end outside
         ax.set_yticks([*names], [*names.values()], fontsize=7)
         ax.grid(False, axis="y")
-        log_axis(ax, "x", (0.5, 0.7, 1, 1.5, 2, 3, 4))
+        log_axis(ax, "x", (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10, 20, 40))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4646,8 +4646,9 @@ def drawn(monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Figures are empty files, in no time."""
-    for name in [name for name in vars(report) if name.startswith("plot_")]:
-        monkeypatch.setattr(report, name, lambda *args: args[-1].touch())
+    for module in (report, diagnose):
+        for name in [name for name in vars(module) if name.startswith("plot_")]:
+            monkeypatch.setattr(module, name, lambda *args: args[-1].touch())
 
 
 def test_report_reads_logs(program):
@@ -4899,7 +4900,7 @@ def test_report_leaves_a_folder_in_use_alone(program, undrawn):
 
 
 def test_report_references():
-    """Whom a model is compared with."""
+    """Whom a model is compared with, and whom it shares a panel with."""
     labels = ["hmamba", "mamba:init=xavier", "hmamba:scan=clamped", "htransformer:score=softmax", "transformer",
               "pam:D=8", "sam:D=8", "csp, rate 1", "csp, rate 2", "MyGRU D=64"]  # fmt: skip
     expected = [None, "hmamba", "hmamba", "hmamba", labels[3], "hmamba", "pam:D=8", "hmamba", "csp, rate 1", "hmamba"]
@@ -4907,6 +4908,10 @@ def test_report_references():
     assert report.reference("sam, rate 1", ["pam, rate 1", "sam, rate 1"]) == "pam, rate 1"
     assert report.reference("hmamba:N=8", ["hmamba:N=4", "hmamba:N=8"]) == "hmamba:N=4"
     assert report.reference("mamba", ["mamba"]) is None
+    pairs = ["hmamba", "mamba", "htransformer:score=softmax", "transformer"]
+    assert report.panels(pairs) == {"state space": pairs[:2], "attention": pairs[2:]}
+    for others in (["htransformer"], [*pairs[:2], "GRU D=8", "LSTM"], ["pam", *pairs], ["sam:D=8", "sam", "hmamba"]):
+        assert report.panels(others) == {"": others}
 
 
 def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
@@ -5329,7 +5334,7 @@ def test_wordnet_pairs(tmp_path):
         assert str(path) in str(error.value)
 
 
-def test_diagnostics_of_runs(merges, program, tmp_path):
+def test_diagnostics_of_runs(merges, program, undrawn, tmp_path):
     """From checkpoints: tables with the paper's numbers, figures; WordNet's words that are tokens of the text."""
     flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--lr", 1e-2, "--eval_seqs", 2, "--sample_every", 2]
     for tokens in ("bytes", "gpt2"):
@@ -5375,7 +5380,7 @@ def test_diagnostics_of_runs(merges, program, tmp_path):
         product = ((z.conj() @ z.T).abs() / (z.norm(dim=1) * z.norm(dim=1, keepdim=True))).triu(1)
         assert f"| synonyms | 3 | 3 | {product.sum() / 3:.4f} +- " in out
     assert len(re.findall(r"\| random \| 3 \| [23] \| 0\.\d{4} \+- ", out)) == 2
-    assert all(Path(f"figures/coherence-{name}-gpt2.png").stat().st_size > 10_000 for name in ("pam", "sam"))
+    assert all(Path(f"figures/coherence-{name}-gpt2.png").exists() for name in ("pam", "sam"))
     assert f"| sam-gpt2 | tokens | {diagnose.SAMPLING['sample']} | 1 |" in out
 
 
@@ -5467,9 +5472,9 @@ def test_phases_over_a_text(program, drawn, tmp_path):
     assert len(drawn["phases-hmamb.png"][0].get_xticklabels()) == 64
 
 
-@pytest.mark.parametrize("name", [os.fsdecode(b"r\xff"), "$a_$", "\u4e2d"], ids=ascii)
-def test_a_run_may_have_any_name(program, tmp_path, name):
+def test_a_run_may_have_any_name(program, tmp_path):
     """Every figure of it, every line of its tables."""
+    name = os.fsdecode(b"r\xff") + "$a_$ \u4e2d"
     model = make("pam:D=8:L=2:H=1:d=4")
     Path(name).mkdir()
     meta = {"spec": "pam", "size": "tiny", "config": dataclasses.asdict(model.config), "data": {}, "settings": {}}
@@ -5477,6 +5482,7 @@ def test_a_run_may_have_any_name(program, tmp_path, name):
     code, out, err = program(diagnose, name, "--prompt", "text", "--out", "figures")
     assert (code, err) == (0, "")
     assert os.listdir("figures") == [f"phases-{name}.png"]
+    diagnose.plot_ranks([1, 2], *torch.ones(2, 2, 2, 1, 3), 64, tmp_path / "ranks.png")
     diagnose.plot_repetition({name: ("pam", [1], dict.fromkeys(diagnose.PAPER_REPETITION, [0.5]))}, tmp_path / "a.png")
     assert report.write_report(f"| {name} |", {}, tmp_path / "tables") == [tmp_path / "tables/tables.md"]
     assert f"| {name.encode(errors='replace').decode()} |\n" == Path("tables/tables.md").read_text(encoding="utf-8")
