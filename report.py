@@ -322,7 +322,7 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", **s
             warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
             path.parent.mkdir(parents=True, exist_ok=True)
             fig.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
-            if path.suffix == ".png":  # a third of the bytes
+            if path.suffix.lower() == ".png":  # a third of the bytes
                 image = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
                 image.save(drawn := io.BytesIO(), "png", optimize=True)
             replace_file(path, lambda f: f.write(drawn.getvalue()))
@@ -374,7 +374,7 @@ def write_report(text, figures, out, tables="tables.md"):
 def parse_out(text):
     """The folder that --out names. Raises InputError for what can be none."""
     out = Path(os.path.expanduser(text))
-    if not text or out.suffix in (*FORMATS, ".md", ".jpg"):
+    if not text or out.suffix.lower() in (*FORMATS, ".md", ".jpg"):
         raise InputError(f"--out {text or repr(text)} must be a folder: tables and figures go into it")
     return out
 
@@ -1039,11 +1039,6 @@ def accuracies(events):
     return {e["length"]: e["acc"] for e in events if e["event"] == "eval"}
 
 
-def paper_task(task, model):
-    """(its mean accuracies at PAPER_LENGTHS, those of its seeds at 64), empty if the paper has no such run."""
-    return PAPER_TASKS.get(task, {}).get(model, ((), ()))
-
-
 def task_tables(logs):
     """Markdown: accuracy by length with the paper's (CSP tables 1-4), spread over seeds (table 5), paired differences,
     every seed, and the rotation that CSP learnt for each symbol."""
@@ -1058,7 +1053,7 @@ def task_tables(logs):
         rows, earlier = [], {}
         for model, runs in models.items():
             acc = {seed: accuracies(events) for seed, events in runs.items()}
-            means, seeds = paper_task(task, model)
+            means, seeds = PAPER_TASKS.get(task, {}).get(model, ((), ()))
             printed = {n: f" *{mean:.3f}*" for n, mean in zip(PAPER_LENGTHS, means)}
             cells = [range_text([a[n] for a in acc.values()], 3) + printed.get(n, "") for n in lengths]
             rows.append([model, f"{next(iter(runs.values()))[0]['params']['total']:,}", len(runs), *cells])
@@ -1124,7 +1119,7 @@ def plot_seeds(groups, path):
         for ax, (task, models) in zip(axes, groups.items()):
             for i, (model, runs) in enumerate(models.items()):
                 ours = [accuracies(events)[longest] for events in runs.values()]
-                theirs = paper_task(task, model)[1] if longest == 64 else ()
+                theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1] if longest == 64 else ()
                 for x, values, marker in ((i - 0.15, ours, "o"), (i + 0.15, theirs, "x")):
                     ax.plot([x] * len(values), values, marker, color=style(model)["color"], ms=5, alpha=0.7)
             for marker, label in (("o", "ours"), ("x", "the paper's")):
@@ -1250,17 +1245,10 @@ def sweep_name(events):
     return name, ":".join([events[0]["settings"]["size"], *shape])
 
 
-def fit(points, first=None):
-    """Of points (N, y, sigma_log10) sorted by N: these, their power law, and where it crosses the fit `first`."""
-    sizes, values, _ = columns = [*zip(*points)]
-    law = power_law(sizes, values)
-    return *columns, law, first and crossing(first[3], law, len(first[0]) + len(sizes) - 4)
-
-
 def scaling_table(logs, tokens):
     """Fits of every model family in `logs` in loss and in perplexity, and the late loss at each size, beside the
     paper's: all of it if `tokens` are its own, "gpt2", else the slopes of the loss and their crossing. Returns
-    (Markdown, {quantity: {model: fit}})."""
+    (Markdown, {quantity: {model: ([N], [y], [sigma_log10], (a, b, covariance), its crossing with the first)}})."""
     runs, by_size, own = {}, {}, tokens == "gpt2"  # {model: [run]}, {size: {model: {seed: run}}}
     for events in logs:
         (name, size), seed, late = sweep_name(events), events[0]["settings"]["seeds"], late_losses(events)
@@ -1275,8 +1263,11 @@ def scaling_table(logs, tokens):
         paper = paper if own or quantity == "loss" else {}
         models = fits.setdefault(quantity, {})
         for name in names:
-            points = sorted((run["N"], run[quantity][0], run[quantity][2]) for run in runs[name])
-            sizes, *_, law, met = models[name] = fit(points, models.get(first))
+            sizes, values, sigmas = zip(*sorted((run["N"], run[quantity][0], run[quantity][2]) for run in runs[name]))
+            law, met = power_law(sizes, values), None
+            if name != first:
+                met = crossing(models[first][3], law, len(models[first][0]) + len(sizes) - 4)
+            models[name] = sizes, values, sigmas, law, met
             place = [f"{met[0]:.2g} ({met[1]:.3g})", f"{math.log10(met[0]):.2f} +- {met[2]:.2f}"] if met else ["-", "-"]
             theirs = "-"
             if paper and (first, name) == ("pam", "sam"):
@@ -1353,35 +1344,39 @@ def main():
     parser.add_argument("--forest", action="store_true", help="one figure: all ratios of steps, by folder")
     args = parser.parse_args()
     alone = Path(os.path.expanduser(args.out or ""))  # a figure, if it ends as one
-    out = None if args.out is None else alone.parent if alone.suffix in FORMATS else parse_out(args.out)
+    is_figure = alone.suffix.lower() in FORMATS
+    out = None if args.out is None else alone.parent if is_figure else parse_out(args.out)
+    evaluations = Path(os.path.expanduser(args.csv or ""))
+    if args.csv is not None and not evaluations.name:
+        raise InputError(f"--csv {args.csv or repr(args.csv)} must be a file: all evaluations go into it")
     logs = {path: read_log(path) for run in args.runs for path in find_logs(run)}
     programs = {"task" in events[0]["settings"] for events in logs.values()}
     if len(programs) > 1:
         raise InputError("logs of train.py and of tasks.py do not go into one report")
     of_tasks, written, tables = programs.pop(), None, "tables.md"
     logs = {path: (check_task if of_tasks else check_training)(events, path) for path, events in logs.items()}
+    if args.forest and of_tasks:
+        raise InputError("--forest takes runs of train.py: those of tasks.py have no steps to a loss")
     if args.forest:
-        if of_tasks:
-            raise InputError("--forest takes runs of train.py: those of tasks.py have no steps to a loss")
         folders = {}
         for path, events in logs.items():
             folder = (path.parent if path.name == "log.jsonl" else path).absolute().parent.name
             folders.setdefault(folder, []).append(events)
         text, plot = forest(folders)
-        name = alone if alone.suffix in FORMATS else Path("forest.png")
+        name = alone if is_figure else Path("forest.png")
         figures, tables = {name.name: plot}, f"{name.stem}.md"
     elif of_tasks:
         text, figures = task_tables([*logs.values()]), task_figures(group_tasks([*logs.values()]))
     else:
         text, figures = training_report([*logs.values()])
-    if alone.suffix in FORMATS and not args.forest:
+    if is_figure and not args.forest:
         if f"{alone.stem}.png" not in figures:
             names = ", ".join(name.removesuffix(".png") for name in figures)
             raise InputError(f"--out {args.out} is no figure of these runs, which have {names}")
         figures, written = {alone.name: figures[f"{alone.stem}.png"]}, ""
     if args.csv is not None:
-        with explain(f"write {args.csv}"):
-            replace_file(Path(os.path.expanduser(args.csv)), lambda f: f.write(csv_text(logs).encode()))
+        with explain(f"write {evaluations}"):
+            replace_file(evaluations, lambda f: f.write(csv_text(logs).encode(errors="surrogateescape")))
     show_report(text, figures, out, written, tables)
 
 

@@ -4818,7 +4818,10 @@ def test_report_writes_what_is_asked_for(program):
     code, out, err = program(report, *Path("english").iterdir(), "--forest", "--out", "all.png")
     assert (code, err, Path("all.md").read_text() in out) == (0, "", True) and Path("all.png").stat().st_size > 10_000
     assert "| english: text, tiny, 20 steps, warmup of 15; 1-2 seeds a model | mamba / hmamba | 1.11 | " in out
-    assert program(report, "a", "--forest")[0] == 2
+    for argv, message in ((["--forest"], "no two models of these runs"), (["--csv", ""], "--csv '' must be a file"),
+                          (["--csv", "logs"], "cannot write logs"), (["--out", "x.PDF"], "x.PDF is no figure of")):  # fmt: skip
+        code, out, err = program(report, "a", *argv)
+        assert (code, out, err.count("\n"), message in err) == (2, "", 1, True)
 
 
 def test_forest_shows_the_ratios_of_the_tables(tmp_path):
@@ -4850,6 +4853,13 @@ def test_forest_shows_the_ratios_of_the_tables(tmp_path):
     assert of({"1": cut}, {"1": fast}, 2.0) == (">", [(40, 60)])  # at least that, of a run that was cut short
     for runs, others in (({"1": slow}, {"1": slow}), ({"1": slow, "2": fast}, {"1": fast, "2": slow}), ({}, {})):
         assert of(runs, others, 3.0) == ("", [])
+
+
+def test_a_git_that_cannot_be_understood_is_none(tmp_path, monkeypatch):
+    (tmp_path / "git").write_text("#!/bin/sh\nprintf '\\351'\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert report.provenance(torch.device("cpu"), 1)["git"] is None
 
 
 def broken_stream(kind):
