@@ -3238,6 +3238,9 @@ def test_data_memory_stays_small(cache):
 
 SMALL = ["--model", "hmamba:D=32:L=2:H=2:N=4", "--data", "text.txt", "--seq", "32", "--batch", "8", "--micro", "4",
          "--steps", "8", "--eval_every", "2", "--eval_seqs", "16", "--ckpt_every", "4", "--log_every", "1"]  # fmt: skip
+RUN_FILES = {"log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, flock and SIGKILL")
 
 
 @pytest.fixture
@@ -3300,7 +3303,7 @@ def cut(program, no_curves, small_runs):
 def weights(path):
     checkpoint = sample.read_checkpoint(path)
     return checkpoint["model"] | {
-        f"{k}.{name}": x for k, state in checkpoint["optimizer"]["state"].items() for name, x in state.items()
+        f"{k}.{name}": x for k, state in checkpoint["optimizer"].get("state", {}).items() for name, x in state.items()
     }
 
 
@@ -3310,6 +3313,10 @@ def course(folder):
     return [{k: v for k, v in e.items() if k not in ("time_s", "tok_s")} for e in events]
 
 
+def steps_of(folder, kind):
+    return [e["step"] for e in report.read_log(folder) if e["event"] == kind]
+
+
 def content(folder):
     return {p: p.is_file() and p.read_bytes() for p in Path(folder).rglob("*")}
 
@@ -3317,19 +3324,19 @@ def content(folder):
 def assert_same_run(a, b):
     """Bit for bit: log but for times, weights, optimizer, random numbers, text; and b has no torn line, no litter."""
     assert course(a) == course(b)
-    x, y = weights(f"{a}/last.pt"), weights(f"{b}/last.pt")
-    assert x.keys() == y.keys()
-    assert all(torch.equal(x[k], y[k]) for k in x)
+    assert_same_weights(f"{a}/last.pt", f"{b}/last.pt")
     x, y = sample.read_checkpoint(f"{a}/last.pt"), sample.read_checkpoint(f"{b}/last.pt")
-    for key in ("step", "best"):
-        assert x[key] == y[key]
+    assert [x[key] for key in ("step", "best")] == [y[key] for key in ("step", "best")]
     assert x["optimizer"]["param_groups"] == y["optimizer"]["param_groups"]
     assert torch.equal(x["rng"]["cpu"], y["rng"]["cpu"])
     assert Path(a, "sample.txt").read_bytes() == Path(b, "sample.txt").read_bytes()
     assert all(json.loads(line)["event"] for line in Path(b, "log.jsonl").read_text().splitlines())
-    assert {p.name for p in Path(b).iterdir()} <= {
-        "log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"
-    }  # fmt: skip
+    assert {p.name for p in Path(b).iterdir()} <= RUN_FILES
+
+
+def assert_same_weights(a, b):
+    x, y = weights(a), weights(b)
+    assert x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x)
 
 
 def assert_nearly_same_course(a, b):
@@ -3355,59 +3362,75 @@ def assert_refused(done, *messages):
         assert message in err
 
 
-def test_train_writes_a_whole_run(program, tmp_path):
+@pytest.mark.slow
+def test_train_writes_a_whole_run(program, straight, tmp_path):
     code, out, err = program(train, *SMALL)
-    assert (code, err) == (0, "")
-    assert "\x1b" not in out
+    assert (code, err, "\x1b" in out) == (0, "", False)
     folder = tmp_path / "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1"
-    assert {p.name for p in folder.iterdir()} == {
-        "log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"
-    }  # fmt: skip
-    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in folder.iterdir()} == RUN_FILES - {"curve.png"}
     events = report.read_log(folder)
     assert all({"event", "step", "tokens", "time_s"} <= e.keys() for e in events)
-    assert [e["step"] for e in events if e["event"] == "train"] == list(range(1, 9))
-    assert [e["step"] for e in events if e["event"] == "val"] == [0, 2, 4, 6, 8]
-    assert [e["step"] for e in events if e["event"] == "grad"] == [2, 4, 6, 8]
+    assert steps_of(folder, "train") == list(range(1, 9))
+    assert steps_of(folder, "val") == [0, *steps_of(folder, "grad")] == [0, 2, 4, 6, 8]
     assert [e["event"] for e in events[-2:]] == ["final", "sample"]
     header, first, final = events[0], events[1], events[-2]
     text = (tmp_path / "text.txt").read_bytes()
     assert header["data"] == {"name": "text", "size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    assert header["params"]["total"] == sum(x.numel() for x in sample.read_checkpoint(folder)["model"].values())
+    parameters = sum(x.numel() for x in sample.read_checkpoint(folder)["model"].values())
+    assert header["params"]["total"] == parameters
     assert header["settings"]["lr"] == 2e-3  # from the protocol
     assert header["versions"]["torch"] == torch.__version__
     assert len(header["weight_decay"]["decay"]) + len(header["weight_decay"]["no_decay"]) == 12
     assert first["val_loss"] == pytest.approx(math.log(256), abs=0.1)
-    assert first["n_tokens"] == 16 * 32
-    assert final["n_tokens"] == (len(text) * 5 // 100 - 1) // 32 * 32
+    windows = (len(text) * 5 // 100 - 1) // 32
+    assert (first["n_tokens"], final["n_tokens"]) == (16 * 32, windows * 32)
     assert final["val_loss"] < first["val_loss"] - 0.3
     grad = next(e for e in events if e["event"] == "grad")
     assert len(grad["layers"]) == 2
     assert 0 < min(grad["layers"]) < max(e["grad_norm"] for e in events if e["event"] == "train")
     assert (folder / "sample.txt").read_text(encoding="utf-8") == events[-1]["text"]
     assert sample.read_checkpoint(folder / "best.pt")["best"] == final["best"]
+    # What it says: the disk and the time that it takes, that the last loss is that of more text, and the result.
+    disk = sum((folder / name).stat().st_size for name in ("last.pt", "last.pt", "prev.pt", "best.pt"))
+    assert int(re.search(r"checkpoints take up to (\d+) MB\n", out)[1]) == pytest.approx(disk / 1e6, abs=1)
+    assert re.search(r"^about 0:\d\d:\d\d to go, \d\S* s a step$", out, re.M)
+    assert re.search(rf"^now the whole validation split, {windows} windows instead of 16: the loss may jump; about \d+ s$", out, re.M)
     assert f"validation {final['val_loss'] / math.log(2):.3f} bpc ({final['val_loss']:.4f} nats)" in out
-
-    assert program(train, *SMALL)[0] == 0  # a second run disturbs nothing, and logs the same to the last digit
+    assert len(re.findall(r"^step \d/8  train \d.* bpc \S+ tok/s  ETA 0:\d\d:\d\d$", out, re.M)) == 4
+    assert_same_run(folder, straight)
+    assert program(train, *SMALL, "--steps", 1)[0] == 0  # a second run disturbs nothing
     assert {p.name for p in tmp_path.glob("runs/*")} == {folder.name, f"{folder.name}-2"}
     assert report.read_log(folder) == events
-    assert_same_run(folder, f"{folder}-2")
+
+
+@pytest.mark.slow
+def test_figure_and_bars(program, monkeypatch):
+    """The curve is drawn at each evaluation, if that takes little of the time; the whole split has a bar of its own."""
+    drawn, bars, real, plot = [], [], data.progress, report.plot_curves
+    monkeypatch.setattr(sample, "text", lambda *_: "")
+    monkeypatch.setattr(report, "plot_curves", lambda *a: drawn.append(len(drawn)) or (len(drawn) == 5 and plot(*a)))
+    monkeypatch.setattr(data, "progress", lambda *a, **how: bars.append((*a[1:], how.get("disable"))) or real(*a, **how))
+    for share, figures in ((0, 5), (1e9, 1)):
+        drawn.clear()
+        monkeypatch.setattr(train, "FIGURE_SHARE", share)
+        assert program(train, *SMALL, "--steps", 4, "--eval_every", 1, "--out", f"run{figures}")[0] == 0
+        assert len(drawn) == figures + (share == 0)
+    assert Path("run5/curve.png").read_bytes().startswith(b"\x89PNG")
+    assert bars.count(("whole val split", None)) == 2 == bars.count((None,))
+    assert {bar for bar in bars if bar[-1] is not None} == {("whole val split", True)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sample.MODELS)
 def test_resume_continues_bit_for_bit(program, no_curves, name):
     width = {"transformer": "N=4:head=8", "pam": "d=4", "sam": "d=4"}.get(name, "N=4")
-    argv = [*SMALL, "--model", f"{name}:D=16:L=2:H=2:{width}", "--steps", 5]
+    argv = [*SMALL, "--model", f"{name}:D=16:L=2:H=2:{width}", "--steps", 3, "--batch", 4, "--eval_seqs", 4]
     assert program(train, *argv, "--out", "straight")[0] == 0
-    assert program(train, *argv, "--out", "cut", "--stop_at", 3)[0] == 0
-    assert sample.read_checkpoint("cut/last.pt")["step"] == 3
-    assert program(train, "--resume", "cut", "--stop_at", 4)[0] == 0
+    assert program(train, *argv, "--out", "cut", "--stop_at", 2)[0] == 0
+    assert sample.read_checkpoint("cut/last.pt")["step"] == 2
     assert program(train, "--resume", "cut/last.pt")[0] == 0
     assert_same_run("straight", "cut")
-    assert [e["step"] for e in report.read_log("cut") if e["event"] == "resume"] == [3, 4]
-    assert_refused(program(train, "--resume", "cut"), "the run is complete")
-    assert_refused(program(train, "--resume", "cut", "--stop_at", 4), "at step 5 of 4 already: give a later --stop_at")
+    assert steps_of("cut", "resume") == [2]
 
 
 # What happens to the run "cut", which stands at step 6 of 8, before it is resumed.
@@ -3422,6 +3445,13 @@ def a_signal(program, monkeypatch, name):
     assert f"{name}: stopping after this step" in out
     assert "stopped after step 7; go on with: python train.py --resume cut" in out
     assert sample.read_checkpoint("cut/last.pt")["step"] == 7
+
+
+def an_ignored_signal(program, monkeypatch, _):
+    """nohup python train.py"""
+    at_step(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert program(train, "--resume", "cut", "--stop_at", 7)[0] == 0
 
 
 def a_signal_while_nobody_reads(program, monkeypatch, _):
@@ -3455,25 +3485,20 @@ def a_signal_while_nobody_reads(program, monkeypatch, _):
     assert sample.read_checkpoint("cut/last.pt")["step"] == 7
 
 
-def an_empty_log(program, monkeypatch, _):
-    whole = Path("cut/log.jsonl").read_bytes()
-    Path("cut/log.jsonl").write_bytes(b"")
-    assert program(train, "--resume", "cut", "--stop_at", 7)[::2] == (0, "")
-    lines = Path("cut/log.jsonl").read_bytes().splitlines(keepends=True)
-    assert json.loads(lines[0])["event"] == "header"
-    Path("cut/log.jsonl").write_bytes(whole + b"".join(lines[1:]))
-
-
 def two_signals(program, monkeypatch, _):
     at_step(monkeypatch, 7, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)] and pytest.fail("went on"))
     assert program(train, "--resume", "cut", "--ckpt_every", 1)[0] == 130
     assert sample.read_checkpoint("cut/last.pt")["step"] == 7  # the regular one
 
 
-def a_kill_in_the_last_validation(program, monkeypatch, _):
-    assert program(train, "--resume", "cut")[0] == 0
-    events = [e for e in report.read_log("cut") if e["event"] not in ("final", "sample")]
-    Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+def a_lost_log(program, monkeypatch, lose):
+    log = Path("cut/log.jsonl")
+    whole = log.read_bytes()
+    lose(log)
+    assert program(train, "--resume", "cut", "--stop_at", 7)[::2] == (0, "")
+    lines = log.read_bytes().splitlines(keepends=True)
+    assert json.loads(lines[0])["event"] == "header"
+    log.write_bytes(whole + b"".join(lines[1:]))
 
 
 def a_damaged_log(program, monkeypatch, garbage):
@@ -3481,6 +3506,12 @@ def a_damaged_log(program, monkeypatch, garbage):
     Path("cut/log.jsonl").write_bytes(b"".join([*lines[:3], garbage, *lines[3:]]))
     code, _, err = program(train, "--resume", "cut", "--stop_at", 7)
     assert (code, "cannot be read and are left out" in err) == (0, True)
+
+
+def a_kill_in_the_last_validation(program, monkeypatch, _):
+    assert program(train, "--resume", "cut")[0] == 0
+    events = [e for e in report.read_log("cut") if e["event"] not in ("final", "sample")]
+    Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
 
 def data_that_changes(program, monkeypatch, _):
@@ -3535,22 +3566,22 @@ def a_damaged_checkpoint(program, monkeypatch, damage):
     assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [6, 4]
     damage("cut/last.pt")
     code, _, err = program(train, "--resume", "cut", "--stop_at", 7)
-    assert code == 0
-    warning = "" if damage is os.remove else r"warning: cut/last.pt is .*damaged.*; prev.pt takes its place\n"
-    assert re.fullmatch(warning, err)
+    assert code == 0 and re.fullmatch(r"warning: cut/last.pt is .*damaged.*; prev.pt takes its place\n", err)
     assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [7, 4]
 
 
 INCIDENTS = [
     *[(a_signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")],
+    *[(f, None) for f in (an_ignored_signal, a_signal_while_nobody_reads, two_signals)],
+    *[(a_lost_log, lose) for lose in (os.remove, lambda log: os.truncate(log, 0))],
     *[(a_damaged_log, garbage) for garbage in (b"garbage\n\n5\n{}\n", b"\xff\xfe\n")],
-    *[(a_damaged_checkpoint, damage) for damage in (flip_file, cut_short, os.remove)],  # a kill between two renamings
-    *[(f, None) for f in (a_signal_while_nobody_reads, an_empty_log)],
-    *[(f, None) for f in (two_signals, a_kill_in_the_last_validation, data_that_changes, a_full_disk)],
-]  # fmt: skip
+    *[(f, None) for f in (a_kill_in_the_last_validation, data_that_changes, a_full_disk)],
+    *[(a_damaged_checkpoint, damage) for damage in (flip_file, cut_short)],
+]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGHUP and the resource module")
+@unix
+@pytest.mark.slow
 @pytest.mark.parametrize(("incident", "how"), INCIDENTS, ids=[f.__name__ for f, _ in INCIDENTS])
 def test_run_ends_as_if_nothing_had_happened(program, straight, cut, monkeypatch, incident, how):
     with monkeypatch.context() as patch:
@@ -3567,22 +3598,6 @@ def test_checkpoints_that_are_all_damaged(program, straight, cut):
     shutil.copy(straight / "last.pt", "cut")
     code, _, err = program(sample, "cut", "--length", 3)
     assert (code, err.splitlines()[0]) == (0, f"warning: cut/best.pt {bad}; last.pt takes its place")
-
-
-def test_a_run_without_its_log_goes_on(program, straight, cut):
-    Path("cut/log.jsonl").unlink()
-    assert program(train, "--resume", "cut")[::2] == (0, "")
-    x, y = weights(straight / "last.pt"), weights("cut/last.pt")
-    assert all(torch.equal(x[k], y[k]) for k in x)
-    assert report.read_log("cut")[0]["event"] == "header"
-
-
-def test_signal_that_was_ignored_stays_ignored(program, no_curves, monkeypatch):
-    """nohup python train.py"""
-    at_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGHUP))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert program(train, *SMALL, "--steps", 2, "--out", "run")[0] == 0
-    assert report.read_log("run")[-1]["event"] == "sample"
 
 
 # What programs of their own have in common: `run(argv)` is train.py in a process forked from one that has imported it.
@@ -3659,8 +3674,8 @@ for n in (1, 2, 4, 6, 9, 12, 15, 20, 26):
 """
 
 
+@unix
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_run_killed_at_any_moment_resumes(program, straight):
     """kill -9 before renamings and flushes to the disk: the same command ends the run, the same."""
     done = run_forks(KILLS, *SMALL)
@@ -3698,25 +3713,14 @@ for i, case in enumerate(cases):
 """
 
 
-def test_a_run_reads_the_column_that_it_is_told(program):
-    """From a file of JSON lines; --resume reads the same one."""
-    Path("x.jsonl").write_text("".join(json.dumps({"text": "no", "body": 99 * f"{i} "}) + "\n" for i in range(99)))
-    argv = ["--model", "hmamba:D=16:L=1:H=1:N=2", "--data", "x.jsonl", "--column", "body", "--seq", 16, "--batch", 2,
-            "--steps", 3, "--out", "r"]  # fmt: skip
-    assert program(train, *argv, "--stop_at", 2)[0] == 0 == program(train, "--resume", "r")[0]
-    header, *_, final, _ = report.read_log("r")
-    assert header["data"]["size"] == 99 * 99 * 2 + 89 * 99 + 2 * 99 and final["event"] == "final"
-
-
+@unix
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_output_that_cannot_be_written_ends_no_run(program):
     """An ASCII terminal, a reader that goes away, no stdout, no stderr, a full disk behind it; a notebook's backend."""
     done = run_forks(OUTPUTS, *SMALL, "--steps", "2", MPLBACKEND="module://no.such.module")
     assert "Traceback" not in done.stderr
     results = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert results == ['[0, "sample"]'] * len(results)
-    assert len(results) >= 4
+    assert results == ['[0, "sample"]'] * len(results) and len(results) >= 4
 
 
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
@@ -3732,6 +3736,7 @@ def test_out_of_memory_is_one_line(program, no_curves, monkeypatch, device):
     assert sample.read_checkpoint("run/last.pt")["step"] == 0
 
 
+@pytest.mark.slow
 def test_resume_from_another_folder_and_with_the_clock_set_back(program, no_curves, tmp_path, monkeypatch):
     """A relative --data is remembered as an absolute one; where the file has moved, --data says where it is now."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -3749,14 +3754,6 @@ def test_resume_from_another_folder_and_with_the_clock_set_back(program, no_curv
     assert times == sorted(times)
     assert 0 <= times[0] < before < times[-1]  # the time of each part adds up
     assert program(sample, "~/run", "--length", 1)[0] == 0
-
-
-def test_a_last_step_that_diverges_is_no_result(program, no_curves):
-    argv = [*SMALL, "--steps", 1, "--lr", "1e30", "--schedule", "constant", "--out", "run"]
-    assert_refused(program(train, *argv), "the loss after step 1 is nan", "the last good checkpoint is run/prev.pt")
-    assert not any(e["event"] == "final" for e in report.read_log("run"))
-    code, _, err = program(sample, "run/last.pt")
-    assert (code, "scores are not finite" in err) == (2, True)
 
 
 def test_gradients_are_clipped(program, straight, monkeypatch):
@@ -3790,12 +3787,9 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_extras_end_no_run(program, monkeypatch, tmp_path):
-    """A figure, a text, the bar, a git that hangs, ...: one line says what there is not, and the result is whole."""
-
-    class NoBar(train.tqdm):
-        def __init__(self, **_):
-            raise OSError("no terminal")
+    """A figure, a text, a git that hangs, ...: one line says what there is not, and the result is whole."""
 
     def fail(*_):
         raise ValueError("module://matplotlib_inline.backend_inline is not a valid\nvalue for backend")
@@ -3803,14 +3797,15 @@ def test_extras_end_no_run(program, monkeypatch, tmp_path):
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(train, "tqdm", NoBar)
+    monkeypatch.setattr(train, "FIGURE_SHARE", 0)
     for module, name in ((report, "plot_curves"), (sample, "text"), (report, "training_report")):
         monkeypatch.setattr(module, name, fail)
-    argv = [*SMALL, "--steps", 1, "--sample_every", 1, "--seeds", "1,2", "--out", "sweep"]
+    argv = [*SMALL, "--steps", 2, "--eval_every", 1, "--sample_every", 2, "--seeds", "1,2", "--out", "sweep"]
     code, out, err = program(train, *argv)
     assert (code, err) == (0, "")
-    for what in ("progress bar (OSE", "generated text (V", "sample (V", "curve.png (V", "table (ValueError: module"):
-        assert out.count(f"note: no {what}") == 2 - what.startswith("table")
+    # For each run one figure at the first evaluation, which is not tried again, and one at the end.
+    for what, count in (("generated text", 2), ("sample", 2), ("curve.png", 4), ("table", 1)):
+        assert out.count(f"note: no {what} (ValueError: module") == count
     for folder in Path("sweep").iterdir():
         assert report.read_log(folder)[-1]["event"] == "sample"
         assert report.read_log(folder)[0]["git"] is None
@@ -3822,21 +3817,21 @@ def test_the_revision_is_that_of_this_code(tmp_path, monkeypatch):
     run = partial(subprocess.run, check=True, cwd=tmp_path, capture_output=True, text=True)
     run(["git", "init", "-q"])
     run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "other"])
-    expected = report.provenance(torch.device("cpu"), 1)["git"]
+    expected = report.provenance(CPU, 1)["git"]
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
-    assert report.provenance(torch.device("cpu"), 1)["git"] == expected
+    assert report.provenance(CPU, 1)["git"] == expected
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and flock")
+@unix
+@pytest.mark.slow
 def test_one_writer_a_run_folder(program, straight, monkeypatch):
     """The second start says who holds the folder, and touches nothing. The lock dies with its process."""
     command, seen = [*SMALL, "--out", "cut", "--resume", "cut"], []
 
     def start_more():
         before = content("cut")
-        starts = command, command[-4:], ["--resume", "cut"]
-        seen.extend(program(train, *argv) for argv in starts if argv[0] != "--out")
+        seen.extend(program(train, *argv) for argv in (command, ["--resume", "cut"]))
         assert content("cut") == before
 
     real = train.evaluate
@@ -3856,9 +3851,7 @@ def test_one_writer_a_run_folder(program, straight, monkeypatch):
         assert f"process {os.getpid()} " in Path("cut/lock").read_text()
         before = content("cut")
         code, out, _ = program(train, "--resume", "cut", "--eval_only")
-        assert code == 0
-        assert "note: no log of this result (InputError: cut is in use by" in out
-        assert "val loss" in out
+        assert (code, "note: no log of this result (InputError: cut is in use by" in out, "val loss" in out) == (0, True, True)
         assert content("cut") == before
     assert not Path("cut/lock").exists()
 
@@ -3891,6 +3884,19 @@ def test_ranks_are_made_by_torchrun_alone(program, monkeypatch):
         monkeypatch.setenv(key, value)
     for module, argv in ((tasks, ["--task", "no"]), *((module, ["no"]) for module in (sample, report, data, bench))):
         assert_refused(program(module, *argv))
+    # Ranks that cannot be connected, and restarts that torchrun's own store would let wait for ranks that died.
+    monkeypatch.setattr(train, "ranks_error", None)
+    monkeypatch.setattr(train, "world", 2)
+    for error in (RuntimeError, ValueError, torch.distributed.DistNetworkError):
+        fail = error("port out of range\nC++ CapturedTraceback: ...")
+        monkeypatch.setattr(torch.distributed, "init_process_group", partial(raise_error, fail))
+        assert_refused(program(train, *SMALL), "the ranks cannot be connected", "port out of range C++")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert_refused(program(train, *SMALL), "--max-restarts needs --rdzv-backend c10d and TORCH_DISABLE_SHARE")
+
+
+def raise_error(error, *_, **__):
+    raise error
 
 
 @pytest.mark.parametrize(("name", "message"), [("tritn", "'tritn'; known: torch, triton, reference"), ("triton", "")])
@@ -3957,8 +3963,8 @@ for fault in (True, False):
 """
 
 
+@unix
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_two_processes_survive(program, no_curves):
     """A rank out of memory, a rank killed, the agent restarting both each time, then SIGHUP to the agent, and the same
     command again: the course of a run that nothing happened to, bit for bit; rank 0 alone writes."""
@@ -3970,7 +3976,7 @@ def test_two_processes_survive(program, no_curves):
     assert done.stdout.count("parameters on cpu") == 5  # of run1: the first start, two restarts, and the second command
     assert "SIGHUP: stopping after this step" in done.stdout
     assert "stopped after step 7; go on with: python train.py --resume run1" in done.stdout
-    assert [e["step"] for e in report.read_log("run1") if e["event"] == "resume"] == [4, 4, 7]
+    assert steps_of("run1", "resume") == [4, 4, 7]
     assert_same_run("run0", "run1")
 
 
@@ -3998,41 +4004,22 @@ def test_two_processes_equal_accumulation(program, no_curves, tmp_path):
             torch.testing.assert_close(x[key], y[key], atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, torch.distributed.DistNetworkError])
-def test_ranks_that_cannot_be_connected_are_one_line(program, monkeypatch, error):
-    def fail(*_, **__):
-        raise error("port out of range\nC++ CapturedTraceback: ...")
-
-    monkeypatch.setattr(train, "world", 2)
-    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
-    assert_refused(program(train, *SMALL), "the ranks cannot be connected: port out of range C++")
-
-
-def test_restarts_with_torchruns_own_store_are_refused(program, monkeypatch):
-    monkeypatch.setattr(train, "world", 2)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert_refused(program(train, *SMALL), "--max-restarts needs --rdzv-backend c10d and TORCH_DISABLE_SHARE")
-
-
+@pytest.mark.slow
 def test_one_command_begins_goes_on_and_ends(program, no_curves, tmp_path):
     command = [*SMALL, "--out", "run", "--resume", "run"]
-    assert program(train, *command, "--stop_at", 3)[0] == 0
     assert program(train, *command)[0] == 0
     before = content("run")
-    assert program(train, *SMALL, "--out", "run/", "--resume", "./run")[0] == 0
-    code, out, err = program(train, *command)
-    assert (code, out, err) == (0, "run/last.pt is at step 8 of 8 already: the run is complete\n", "")
+    for names in (["--out", "run/", "--resume", "./run"], command[-4:]):
+        done = program(train, *SMALL, *names)
+        assert done == (0, "run/last.pt is at step 8 of 8 already: the run is complete\n", "")
+    assert_refused(program(train, "--resume", "run"), "the run is complete")
+    assert_refused(program(train, "--resume", "run", "--stop_at", 4), "at step 8 of 4 already: give a later --stop_at")
     assert content("run") == before
     assert_refused(program(train, *command, "--lr", 1), "--lr 1.0 differs")
     for path in Path("run").glob("*.pt"):
         path.unlink()
     assert_refused(program(train, *command), "holds the log of a run, but no checkpoint")  # a log is a result, too
-    for argv in (
-        [*SMALL, "--out", "text.txt", "--resume", "text.txt"],
-        [*command, "--seeds", "1,2"],
-        [*command[:-1], "no"],
-    ):
+    for argv in ([*SMALL, "--out", "text.txt", "--resume", "text.txt"], [*command, "--seeds", "1,2"], [*command[:-1], "no"]):
         assert_refused(program(train, *argv))
 
 
@@ -4054,12 +4041,15 @@ class NoDoubleNoComplex(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [*sample.MODELS, "htransformer:score=softmax", "hmamba:head=born", "hmamba:head=mos"])
 def test_no_float64_and_no_complex_dtype(program, no_curves, spec):
     """MPS has neither, and on a CPU they cost twice: initialisation, training, evaluation, checkpoint, sampling."""
     spec += ":D=32:L=1" + {"transformer": ":N=4:head=8", "pam": ":H=2:d=4", "sam": ":H=2:d=4"}.get(spec, ":N=4:H=2")
+    Path("text.txt").write_text(Path("text.txt").read_text()[:9000])
     with NoDoubleNoComplex() as mode:
-        assert program(train, *SMALL, "--model", spec, "--steps", 1, "--seq", 130, "--out", "run")[0] == 0
+        argv = [*SMALL, "--model", spec, "--steps", 1, "--seq", 130, "--batch", 2, "--eval_seqs", 2, "--out", "run"]
+        assert program(train, *argv)[0] == 0
         assert program(train, "--resume", "run", "--eval_only")[0] == 0
         argv = ["run", "--length", 70, "--prompt", "x" * 70, "--top_k", 9, "--top_p", 0.9, "--repetition_penalty", 1.1]
         assert program(sample, *argv)[0] == 0
@@ -4074,6 +4064,7 @@ def test_no_float64_and_no_complex_dtype(program, no_curves, spec):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="--compile needs a C++ compiler")
 def test_compiled_run_equals_eager(program, no_curves, tmp_path, monkeypatch):
+    """And without a compiler it is refused, also where what would be compiled is in the cache already."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # compiled here and now
     # One shape, 132 windows of validation in fours, and no sample: every new shape is compiled again.
     argv = [*SMALL, "--model", "hmamba:D=32:L=1:H=2:N=4", "--steps", 3, "--seq", 31]
@@ -4087,73 +4078,112 @@ def test_compiled_run_equals_eager(program, no_curves, tmp_path, monkeypatch):
     for x, y in zip(course("run0"), course("run1"), strict=True):
         for key in x.keys() & {"loss", "val_loss", "grad_norm"}:
             assert x[key] == pytest.approx(y[key], rel=1e-4)
+    if not torch.cuda.is_available():  # a GPU's kernels are compiled by Triton
+        monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+        before = content(tmp_path)
+        assert_refused(program(train, *SMALL, "--compile"), "cannot compile here (InvalidCxxCompiler: No working C++", "or drop --compile")
+        assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("out", [["--out", "sweep"], []], ids=["out", "default"])
-def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch, out):
+@pytest.mark.slow
+def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
     """The same command, and what the message says where no --out was given; nothing is run twice."""
     models = "hmamba:D=16:L=1:H=2:N=4", "mamba:D=16:L=1:H=2:N=4"
-    argv = [*SMALL, "--model", ",".join(models), "--seeds", "1,2", "--steps", 4]
+    argv = [*SMALL, "--model", ",".join(models), "--lr", "1e-3,2e-3", "--steps", 4]
     code, table, _ = program(train, *argv, "--out", "whole")
     assert code == 0
-    assert f"| {models[1]} - {models[0]} |" in table  # losses, paired by seed
+    named = {f"{report.run_name(model)}-text-tiny-lr{lr}-s1": (lr, lr / 10) for model in models for lr in (0.001, 0.002)}
+    assert {run.name for run in Path("whole").iterdir()} == named.keys()
+    for name, rates in named.items():
+        s = report.read_log(f"whole/{name}")[0]["settings"]
+        assert (s["lr"], s["min_lr"]) == rates
+    pairs = [f"| {models[1]}, rate {lr} - {models[0]}, rate {lr} |" for lr in (0.001, 0.002)]  # at equal settings
+    assert all(pair in table for pair in pairs)
     real = train.learning_rate
 
     def interrupt(step, s):
-        if (step, s.seeds, s.model) == (2, "2", models[0]):
+        if (step, s.lr, s.model) == (2, 2e-3, models[0]):
             os.kill(os.getpid(), signal.SIGINT)
         return real(step, s)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "learning_rate", interrupt)
-        code, text, _ = program(train, *argv, *out)
-    assert (code, f"go on with: the same command{'' if out else ' and --out runs'}\n" in text) == (130, True)
-    folder, again = Path(*out[1:] or ["runs"]), [*argv, *(out or ["--out", "runs"])]
-    assert len(list(folder.iterdir())) == 3
+        code, text, _ = program(train, *argv)
+    assert (code, "go on with: the same command and --out runs\n" in text) == (130, True)
+    again = [*argv, "--out", "runs"]
+    assert len(list(Path("runs").iterdir())) == 3
     code, text, _ = program(train, *again)
     assert (code, text.count("is at step 4 of 4 already: the run is complete")) == (0, 2)
     for whole in Path("whole").iterdir():
-        assert_same_run(whole, folder / whole.name)
-    resumed = [e["step"] for log in folder.iterdir() for e in report.read_log(log) if e["event"] == "resume"]
-    assert resumed == [3]
-    before = content(folder)
+        assert_same_run(whole, Path("runs", whole.name))
+    assert [step for run in Path("runs").iterdir() for step in steps_of(run, "resume")] == [3]
+    before = content("runs")
     code, text, _ = program(train, *again)
     assert (code, text.count("the run is complete")) == (0, 4)
-    ratios = [[line for line in x.splitlines() if f"{models[1]} / {models[0]}" in line] for x in (table, text)]
-    assert ratios[0] == ratios[1] != []
-    assert_refused(program(train, *again, "--lr", 1), "--lr 1.0 differs from")
-    assert content(folder) == before
+    assert [line for line in text.splitlines() if " - " in line and line in table] != []
+    assert_refused(program(train, *again, "--warmup", 1), "--warmup 1.0 differs from")
+    assert content("runs") == before
+    # Runs that end at another rate have tables of their own.
+    code, text, err = program(train, *SMALL, "--steps", 1, "--min_lr", "0,1e-4", "--out", "ends")
+    assert (code, err, text.count("#### Every run"), "note: no table" in text) == (0, "", 2, False)
+
+
+@pytest.mark.slow
+def test_init_from(program, cut, monkeypatch):
+    """A new run from the weights of another, on other data, with a schedule and an optimizer of its own."""
+    Path("x.jsonl").write_text("".join(json.dumps({"text": "no", "body": 99 * f"{i} "}) + "\n" for i in range(99)))
+    argv = ["--data", "x.jsonl", "--column", "body", *SMALL[4:], "--init_from", "cut", "--steps", 2, "--lr", "1e-30", "--out", "new"]
+    assert program(train, *argv, "--stop_at", 1)[0] == 0
+    header = report.read_log("new")[0]
+    assert header["settings"]["model"] == SMALL[1]
+    best = Path("cut/best.pt").absolute()
+    expected = {"path": str(best), "step": 6, "sha256": data.hash_file(best), "model": SMALL[1], "data": "text"}
+    assert header["origin"] == expected
+    assert header["data"]["size"] == 99 * 99 * 2 + 89 * 99 + 2 * 99  # the column that it is told
+    before, now = (sample.read_checkpoint(path)["model"] for path in (best, "new/last.pt"))
+    assert all(torch.equal(before[key], now[key]) for key in before)  # at that rate
+    assert program(train, *argv, "--resume", "new", "--stop_at", 1)[0] == 0  # the same command goes on
+    shutil.rmtree("cut")  # is needed no more
+    Path("new/log.jsonl").unlink()
+    assert program(train, "--resume", "new")[0] == 0
+    assert report.read_log("new")[0]["origin"] == expected  # where the log is written anew
+    assert steps_of("new", "final") == [2]
 
 
 def test_eval_only_judges_the_best_checkpoint(program, straight):
     shutil.copytree(straight, "run")
     before = content("run")
-    code, out, _ = program(train, "--resume", "run", "--eval_only", "--split", "test")
-    assert code == 0
+    Path("other.txt").write_text(Path("text.txt").read_text()[::-1])
     model, _ = sample.load("run")
-    tokens = data.load("text.txt", 32).split("test")
-    n = data.num_windows(tokens, 32)
-    with torch.no_grad():
-        expected = model(*data.get_windows(tokens, 32, np.arange(n)))[1].item()
-    result = f"test loss {expected:.4f} nats, {expected / math.log(2):.4f} bpc over {n * 32:,} tokens"
-    assert result in out
+
+    def judge(split, path, *argv, run="run"):
+        """What it must print, and has printed."""
+        tokens = data.load(path, 32).split(split)
+        n = data.num_windows(tokens, 32)
+        with torch.no_grad():
+            loss = model(*data.get_windows(tokens, 32, np.arange(n)))[1].item()
+        code, out, _ = program(train, "--resume", run, "--eval_only", "--split", split, *argv)
+        result = f"{split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc over {n * 32:,} tokens of {Path(path).stem}"
+        assert code == 0 and result in out
+        return out, loss
+
+    _, loss = judge("test", "text.txt")
     assert [p.name for p, was in content("run").items() if before[p] != was] == ["log.jsonl"]
     logged = report.read_log("run")[-1]
-    assert (logged["event"], logged["split"], logged["checkpoint"]) == ("eval", "test", "best.pt")
-    assert logged["val_loss"] == pytest.approx(expected, rel=1e-6)
+    assert (logged["event"], logged["split"], logged["checkpoint"], logged["data"]["name"]) == ("eval", "test", "best.pt", "text")
+    assert logged["val_loss"] == pytest.approx(loss, rel=1e-6)
     with open("run/log.jsonl", "a") as f:
         f.write('{"event": "train"')  # a line that a kill cut short does not swallow the next one
-    assert program(train, "--resume", "run", "--eval_only", "--split", "val")[0] == 0
-    assert report.read_log("run")[-1]["split"] == "val"
+    judge("val", "other.txt", "--data", "other.txt")  # on other data
+    logged = report.read_log("run")[-1]
+    assert (logged["split"], logged["data"]["name"]) == ("val", "other")
     Path("alone").mkdir()
     shutil.copy("run/best.pt", "alone")
-    code, out, _ = program(train, "--resume", "alone", "--eval_only", "--split", "test")
-    assert code == 0
-    assert out.startswith("note: no log of this result (FileNotFoundError")
-    assert result in out
+    assert judge("test", "text.txt", run="alone")[0].startswith("note: no log of this result (FileNotFoundError")
     assert [p.name for p in Path("alone").iterdir()] == ["best.pt"]
 
 
+@pytest.mark.slow
 def test_recommended_commands_can_be_pasted(program, no_curves):
     """Into a shell: names with blanks, quotes, a leading dash."""
     for name in ("my run", "it's", "-x"):
@@ -4177,20 +4207,29 @@ def test_learning_rate():
     assert train.learning_rate(0, s) == 2e-3
 
 
-def test_protocols():
+PAPER = {"data": "owt"}
+RESOLVED = [  # (flags, size, device, settings)
+    (PAPER, None, CUDA, {"size": "253m", "steps": 1000, "batch": 1024, "seq": 1024, "lr": 6e-4, "min_lr": 6e-5, "warmup": 750,
+                         "dtype": "bfloat16", "checkpointing": True, "eval_every": 20, "eval_seqs": 20 * 256}),  # table 4
+    ({"data": "enwik8"}, None, CUDA, {"steps": 1500}),
+    ({"data": "enwik8"}, None, CPU, {"size": "tiny", "steps": 240}),
+    ({}, None, CUDA, {"size": "tiny", "lr": 2e-3, "min_lr": 2e-4}),
+    ({"steps": 7, "checkpointing": False}, "253m", CUDA, {"steps": 7, "checkpointing": False}),
+    ({"lr": 1e-5}, "tiny", CPU, {"min_lr": 1e-6}),  # the end follows the peak
+    ({"lr": 3e-3}, "253m", CPU, {"min_lr": 3e-4}),
+    ({"lr": 3e-3, "min_lr": 1e-3}, "tiny", CPU, {"min_lr": 1e-3}),
+    ({"lr": 3e-3}, "5m", CPU, {"min_lr": 0.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "size", "device", "expected"), RESOLVED, ids=str)
+def test_protocols(given, size, device, expected):
     """QS table 4 at 253m; the paper's corpora take 253m on CUDA and tiny without."""
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    s = train.resolve({"data": "owt"}, "hmamba", None, "1", cuda)
-    assert (s.size, s.steps, s.batch, s.seq, s.lr, s.min_lr, s.warmup) == ("253m", 1000, 1024, 1024, 6e-4, 6e-5, 750)
-    assert (s.dtype, s.checkpointing, s.eval_every, s.eval_seqs) == ("bfloat16", True, 20, 20 * 256)
-    assert train.resolve({"data": "enwik8"}, "hmamba", None, "1", cuda).steps == 1500
-    assert train.resolve({"data": "enwik8"}, "hmamba", None, "1", cpu).size == "tiny"
-    assert train.resolve({}, "hmamba", None, "1", cuda).size == "tiny"
-    assert train.resolve({"steps": 7, "checkpointing": False}, "hmamba", "253m", "1", cuda).steps == 7
-    assert train.resolve({"checkpointing": False}, "hmamba", "253m", "1", cuda).checkpointing is False
-    assert train.resolve({"lr": 1e-5}, "hmamba", "tiny", "1", cpu).min_lr == 1e-5
+    s = train.resolve(given, "pam" if size == "5m" else "hmamba", size, "1", device)
+    assert {key: getattr(s, key) for key in expected} == expected
 
 
+@pytest.mark.slow
 def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
     """The loss itself, or the layer in which the backward first met it; the checkpoint before it is kept."""
     _, _, err = program(train, *SMALL, "--out", "run", "--lr", "1e30", "--warmup", "4", "--ckpt_every", 1)
@@ -4212,18 +4251,22 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
                 y.register_hook(lambda grad: grad * math.nan)
         return y, state
 
-    monkeypatch.setattr(hmamba.HMambaBlock, "forward", poisoned)
-    code, _, err = program(train, *SMALL, "--out", "run2", "--ckpt_every", 1)
-    assert code == 2
-    assert re.fullmatch(
-        r"error: step 3: loss \d\.\d+, gradient norm nan, first not finite in layer 0; "
-        r"the last good checkpoint is run2/last.pt\n", err
-    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(hmamba.HMambaBlock, "forward", poisoned)
+        code, _, err = program(train, *SMALL, "--out", "run2", "--ckpt_every", 1)
+    where = r"loss \d\.\d+, gradient norm nan, first not finite in layer 0; the last good checkpoint is run2/last.pt"
+    assert code == 2 and re.fullmatch(rf"error: step 3: {where}\n", err)
     last = sample.read_checkpoint("run2/last.pt")
-    assert last["step"] == 2
-    assert all(x.isfinite().all() for x in last["model"].values())
+    assert last["step"] == 2 and all(x.isfinite().all() for x in last["model"].values())
+    # A last step that diverges is no result.
+    argv = [*SMALL, "--steps", 1, "--lr", "1e30", "--schedule", "constant", "--out", "run3"]
+    assert_refused(program(train, *argv), "the loss after step 1 is nan", "the last good checkpoint is run3/prev.pt")
+    assert steps_of("run3", "final") == []
+    code, _, err = program(sample, "run3/last.pt")
+    assert (code, "scores are not finite" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_no_sweep(program, no_curves, monkeypatch):
     """The others are run, the table is theirs, and the last line names those that diverged."""
     real = train.learning_rate
@@ -4273,21 +4316,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.parametrize("module", [train, sample], ids=["train", "sample"])
-def test_hostile_checkpoints_are_not_even_opened(program, monkeypatch, kind, module):
+def test_hostile_checkpoints_are_not_even_opened(program, monkeypatch, kind):
     """One line, exit code 2; nothing was run, handed to torch or, of the bombs, unpacked."""
     make_file, message = HOSTILE[kind]
     make_file()
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
     if kind in ("bomb", "overlap"):
         monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: pytest.fail("it was unpacked"))
-    done = program(module, *(["--resume"] if module is train else []), "hostile.pt")
-    assert_refused(done, f"error: hostile.pt {message}")
+    for module, argv in ((train, ["--resume"]), (train, ["--init_from"]), (sample, [])):
+        assert_refused(program(module, *argv, "hostile.pt"), f"error: hostile.pt {message}")
     assert not Path("hostile").exists()
 
 
-def resave(path, **changes):
-    """A copy of the run's checkpoint with other entries: of meta, or of it all; None: removed."""
+def resave(path, lacking=(), **changes):
+    """A copy of the run's checkpoint with other entries: of meta, or of it all."""
 
     def make_file():
         checkpoint = torch.load("run/last.pt", weights_only=True)
@@ -4295,16 +4337,10 @@ def resave(path, **changes):
         for key, value in changes.items():
             part = meta if key in meta else checkpoint
             part[key] = part[key] | value if isinstance(value, dict) else value
-            if value is None:
-                del part[key]
-        torch.save(checkpoint | ({} if "meta" in changes else {"meta": json.dumps(meta)}), path)
+        whole = checkpoint | ({} if "meta" in changes else {"meta": json.dumps(meta)})
+        torch.save({key: value for key, value in whole.items() if key not in lacking}, path)
 
     return make_file
-
-
-def truncated_checkpoint():
-    whole = Path("run/last.pt").read_bytes()
-    Path("short.pt").write_bytes(whole[: len(whole) // 2])
 
 
 def other_version():
@@ -4313,143 +4349,138 @@ def other_version():
     torch.save(checkpoint, "run/other.pt")
 
 
-def changed_text():
-    with open("text.txt", "a") as f:
-        f.write("more")
-
-
-def other_text():  # of the same size
-    Path("other.txt").write_bytes(Path("text.txt").read_bytes()[::-1])
-
-
-def foreign_checkpoint():
-    torch.save({"model": {}, "step": 3}, "foreign.pt")
-
-
-def foreign_log(text='{"mine": 1}\n'):
-    Path("run", "log.jsonl").write_text(text)
+def write(path, make):
+    """Makes a file of the bytes of text.txt and of the run's checkpoint."""
+    return lambda: Path(path).write_bytes(make(Path("text.txt").read_bytes(), Path("run/last.pt").read_bytes()))
 
 
 def only_foreign_log():
     for path in Path("run").iterdir():
         path.unlink()
-    foreign_log()
+    Path("run/log.jsonl").write_text('{"mine": 1}\n')
 
 
-RESUME = ["--resume", "run"]
-TRAIN_FAULTS = [  # (what to do first, arguments after `SMALL` or alone, what the one line must say)
-    (None, [*SMALL, "--model", "gru"], "unknown model 'gru'; known: hmamba, mamba"),
-    (None, [*SMALL, "--model", "hmamba,gru"], "unknown model 'gru'"),
-    (None, [*SMALL, "--model", ""], "unknown model ''"),
-    (None, [*SMALL, "--model", "hmamba:width=3"], "no setting 'width=3'; known: D="),
-    (None, [*SMALL, "--model", "hmamba:field=octonion"], "known: complex, real"),
-    (None, [*SMALL, "--size", "huge"], "unknown size 'huge'; known: tiny, small, 253m"),
-    (None, [*SMALL, "--data", "nowhere.txt"], "nowhere.txt"),
-    (None, [*SMALL, "--seq", "100000"], "too short for --seq 100000"),
-    (None, [*SMALL, "--seq", "0"], "--seq 0 must be at least 1"),
-    (None, [*SMALL, "--steps", "ten"], "argument --steps: invalid int value: 'ten'"),
-    (None, [*SMALL, "--step", "10"], "unrecognized arguments: --step 10"),
-    (None, [*SMALL, "--seeds", "1,x"], "--seeds 'x' must be whole numbers"),
-    (None, [*SMALL, "--seeds", "4294967296"], "from 0 to 2^32 - 1"),
-    (None, [*SMALL, "--lr", "0"], "impossible schedule: --lr 0.0"),
-    (None, [*SMALL, "--lr", "nan"], "impossible schedule"),
-    (None, [*SMALL, "--min_lr", "1"], "impossible schedule"),
-    (None, [*SMALL, "--warmup", "-1"], "impossible schedule"),
-    (None, [*SMALL, "--stop_at", "9"], "--stop_at 9 lies beyond --steps 8"),
-    (None, [*SMALL, "--schedule", "linear"], "invalid choice: 'linear'"),
-    (None, [*SMALL, "--device", "tpu"], "unknown device 'tpu'"),
-    (None, [*SMALL, "--device", "cuda:99"], "no cuda:99 device is available"),
-    (None, [*SMALL, "--out", "run"], "--out run exists"),
-    (None, [*SMALL, "--out", "text.txt/run"], "cannot make the run folder"),
-    (None, [*SMALL, "--eval_only"], "--resume RUN --eval_only"),
-    (None, [*SMALL, "--split", "test"], "--resume RUN --eval_only"),
-    (None, ["--resume", "nothing"], "no checkpoint nothing"),
-    (None, ["--resume", "cache"], "no checkpoint in cache (looked for last.pt, prev.pt)"),
-    (None, [*RESUME, "--model", "mamba"], "--model mamba differs from this run's hmamba"),
-    (None, [*RESUME, "--size", "small"], "--size small differs from this run's tiny"),
-    (other_text, [*RESUME, "--data", "other.txt"], "is not the data of this run"),
-    (None, [*RESUME, "--lr", "1"], "--lr 1.0 differs"),
-    (None, [*RESUME, "--micro", "0"], "--micro 0 must be at least 1"),
-    (None, [*RESUME, "--log_every", "0"], "--log_every 0 must be at least 1"),
-    (None, [*RESUME, "--stop_at", "40"], "--stop_at 40 lies beyond --steps 8"),
-    (None, [*RESUME, "--stop_at", "1"], "is at step 2 of 1 already"),
-    (None, ["--resume", "run/best.pt"], "no optimizer state; resume from last.pt"),
-    (changed_text, [*RESUME, "--data", "text.txt"], "is not the data of this run"),
-    (resave("run/last.pt", settings={"momentum": 0.9}), RESUME, "was written by another version of train.py"),
-    (resave("run/lacks.pt", meta="[1]"), ["--resume", "run/lacks.pt"], "damaged or from another version: it lacks meta"),
-    (resave("run/lacks.pt", best=None, optimizer=None), ["--resume", "run/lacks.pt"], "it lacks best, optimizer"),
-    (None, [*SMALL, "--seeds", "1,2,1"], "must not repeat an entry"),
-    (None, [*SMALL, "--seeds", "\u0663"], "must be whole numbers"),
-    (None, [*SMALL, "--out", ""], "--out '' names no folder"),
-    (None, [*SMALL, "--out", "", "--resume", ""], "--out '' names no folder"),
-    (None, ["--resume", ""], "--resume '' names no folder"),
-    (only_foreign_log, [*SMALL, "--out", "run", *RESUME], "holds the log of a run, but no checkpoint"),
-    (only_foreign_log, [*SMALL, "--seeds", "1,2", "--out", "run"], "holds the log of a run, but no checkpoint"),
-    (foreign_log, RESUME, "; move run/log.jsonl away, and the run goes on without what it logged"),
-    (partial(foreign_log, "\0\0"), RESUME, "; move run/log.jsonl away"),
-    (None, [*SMALL, "--batch", "100000000000"], "--batch 100000000000 must be at most 16777216"),
-    (None, [*SMALL, "--seeds", "1,2", "--out", "run"], "--out run exists"),
-    (None, [*SMALL, "--seeds", "1,2", "--seq", "100000"], "too short for --seq 100000"),
-    (None, [*SMALL, "--model", "mamba:mlp=-7"], "mlp=-7 must be at least -1"),
-    (None, [*SMALL, "--model", "mamba:L=1:L=2"], "sets L twice"),
-    (foreign_checkpoint, ["--resume", "foreign.pt"], "checkpoint of other origin"),
-    (truncated_checkpoint, ["--resume", "short.pt"], "cut short, damaged, or of other origin"),
-    (hostile(Path("x"), "unsafe.pt"), ["--resume", "unsafe.pt"], "unsafe.pt holds pathlib.PosixPath, and only tensors"),
-    (other_version, ["--resume", "run/other.pt"], "does not fit this version of the models"),
-    (None, ["--resume", "text.txt"], "not a readable checkpoint"),
-    *[
-        (resave("run/huge.pt", config=change), ["--resume", "run/huge.pt"], "asks for more parameters than it holds")
-        for change in ({"D": 10**6}, {"L": 10**9}, {"V": 10**12}, {"N": 10**9})
-    ],
-]
+NEW, RESUME, ORIGIN = [*SMALL], ["--resume", "run"], [*SMALL, "--init_from", "run"]
+NO_RUN, LOG = "holds the log of a run, but no checkpoint", "; move run/log.jsonl away, and the run goes on without what it"
+TRAIN_FAULTS = [  # (what the one line must say, arguments before those that follow in one string, what to do first)
+    ("unknown model 'gru'; known: hmamba, mamba", NEW, "--model gru"),
+    ("unknown model 'gru'", NEW, "--model hmamba,gru"),
+    ("unknown model ''", NEW, "--model="),
+    ("no setting 'width=3'; known: D=", NEW, "--model hmamba:width=3"),
+    ("known: complex, real", NEW, "--model hmamba:field=octonion"),
+    ("mlp=-7 must be at least -1", NEW, "--model mamba:mlp=-7"),
+    ("sets L twice", NEW, "--model mamba:L=1:L=2"),
+    ("unknown size 'huge'; known: tiny, small, 253m", NEW, "--size huge"),
+    ("nowhere.txt", NEW, "--data nowhere.txt"),
+    ("too short for --seq 100000", NEW, "--seq 100000"),
+    ("too short for --seq 100000", NEW, "--seq 32,100000 --seeds 1,2"),
+    ("--seq 0 must be at least 1", NEW, "--seq 0"),
+    ("argument --steps: invalid int value: 'ten'", NEW, "--steps ten"),
+    ("argument --lr: invalid float value: '1e-3,'", NEW, "--lr 1e-3,"),
+    ("argument --micro: invalid int value: '2,4'", NEW, "--micro 2,4"),  # no list
+    ("unrecognized arguments: --step 10", NEW, "--step 10"),
+    ("--seeds 'x' must be whole numbers", NEW, "--seeds 1,x"),
+    ("from 0 to 2^32 - 1", NEW, "--seeds 4294967296"),
+    ("must be whole numbers", NEW, "--seeds \u0663"),
+    ("--seeds must not repeat an entry", NEW, "--seeds 1,2,1"),
+    ("--lr must not repeat an entry", NEW, "--lr 1e-3,0.001"),
+    ("impossible schedule: --lr 0.0", NEW, "--lr 0"),
+    ("impossible schedule", NEW, "--lr 1e-3,nan"),
+    ("impossible schedule", NEW, "--min_lr 1"),
+    ("impossible schedule", NEW, "--warmup -1"),
+    ("--stop_at 9 lies beyond --steps 8", NEW, "--stop_at 9"),
+    ("invalid choice: 'linear'", NEW, "--schedule linear"),
+    ("unknown device 'tpu'", NEW, "--device tpu"),
+    ("no cuda:99 device is available", NEW, "--device cuda:99"),
+    ("--batch 100000000000 must be at most 16777216", NEW, "--batch 100000000000"),
+    ("--out run exists", NEW, "--out run"),
+    ("--out run exists", NEW, "--out run --seeds 1,2"),
+    ("cannot make the run folder", NEW, "--out text.txt/run"),
+    ("--out '' names no folder", NEW, "--out="),
+    ("--out '' names no folder", NEW, "--out= --resume="),
+    ("--resume '' names no folder", [], "--resume="),
+    ("--resume RUN --eval_only", NEW, "--eval_only"),
+    ("--resume RUN --eval_only", NEW, "--split test"),
+    ("no checkpoint nothing", [], "--resume nothing"),
+    ("no checkpoint in cache (looked for last.pt, prev.pt)", [], "--resume cache"),
+    ("not a readable checkpoint", [], "--resume text.txt"),
+    ("--model mamba differs from this run's hmamba", RESUME, "--model mamba"),
+    ("--size small differs from this run's tiny", RESUME, "--size small"),
+    ("--lr 1.0 differs", RESUME, "--lr 1"),
+    ("--resume goes on with one run", RESUME, "--lr 1,2"),
+    ("--micro 0 must be at least 1", RESUME, "--micro 0"),
+    ("--log_every 0 must be at least 1", RESUME, "--log_every 0"),
+    ("--stop_at 40 lies beyond --steps 8", RESUME, "--stop_at 40"),
+    ("is at step 2 of 1 already", RESUME, "--stop_at 1"),
+    ("no optimizer state; resume from last.pt", [], "--resume run/best.pt"),
+    ("--init_from begins a new run, --resume goes on with one", ORIGIN, "--resume run"),
+    ("no checkpoint nothing", NEW, "--init_from nothing"),
+    ("--init_from '' names no folder", NEW, "--init_from="),
+    ("run/best.pt do not fit hmamba:D=64, size tiny, tokens bytes (RuntimeError: Error", ORIGIN, "--model hmamba:D=64"),
+    ("do not fit mamba:D=32:L=2", ORIGIN, "--model mamba:D=32:L=2"),
+    ("is not the data of this run", RESUME, "--data other.txt", write("other.txt", lambda text, _: text[::-1])),
+    ("is not the data of this run", RESUME, "--data text.txt", write("text.txt", lambda text, _: text + b"more")),
+    ("was written by another version of train.py", RESUME, "", resave("run/last.pt", settings={"momentum": 0.9})),
+    ("damaged or from another version: it lacks meta", [], "--resume run/a.pt", resave("run/a.pt", meta="[1]")),
+    ("it lacks best, optimizer", [], "--resume run/a.pt", resave("run/a.pt", ("best", "optimizer"))),
+    (NO_RUN, NEW, "--out run --resume run", only_foreign_log),
+    (NO_RUN, NEW, "--out run --seeds 1,2", only_foreign_log),
+    (LOG, RESUME, "", write("run/log.jsonl", lambda *_: b'{"mine": 1}\n')),
+    (LOG, RESUME, "", write("run/log.jsonl", lambda *_: b"\0\0")),
+    ("checkpoint of other origin", [], "--resume a.pt", lambda: torch.save({"model": {}, "step": 3}, "a.pt")),
+    ("cut short, damaged, or of other", [], "--resume a.pt", write("a.pt", lambda _, whole: whole[: len(whole) // 2])),
+    ("unsafe.pt holds pathlib.PosixPath, and only", [], "--resume unsafe.pt", hostile(Path("x"), "unsafe.pt")),
+    ("does not fit this version of the models", [], "--resume run/other.pt", other_version),
+    *[("asks for more parameters than it holds", [], "--resume run/huge.pt", resave("run/huge.pt", config={key: value}))
+      for key, value in (("D", 10**6), ("L", 10**9), ("V", 10**12), ("N", 10**9))],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("prepare", "argv", "message"), TRAIN_FAULTS, ids=[" ".join(map(str, a[-2:])) for _, a, _ in TRAIN_FAULTS]
-)
-def test_train_faults(program, no_curves, small_runs, tmp_path, prepare, argv, message):
-    """One line on stderr, exit code 2, and nothing in the folder changed."""
+@pytest.fixture
+def begun(program, no_curves, small_runs, tmp_path):
+    """The run of SMALL up to step 2: a copy, "run"; and a folder "cache"."""
     if not (small_runs / "run").exists():
         assert program(train, *SMALL, "--stop_at", 2, "--out", small_runs / "run")[0] == 0
-    shutil.copytree(small_runs / "run", "run")
     (tmp_path / "cache").mkdir(exist_ok=True)
-    if prepare:
-        prepare()
-    before = content(tmp_path)
-    assert_refused(program(train, *argv), message)
-    assert content(tmp_path) == before
+
+    shutil.copytree(small_runs / "run", "run")
 
 
-def test_compile_without_a_compiler_is_one_line(program, monkeypatch, tmp_path):
-    """Also where what would be compiled is in the cache already."""
-    if torch.cuda.is_available():
-        pytest.skip("a GPU's kernels are compiled by Triton")
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    before = content(tmp_path)
-    assert_refused(program(train, *SMALL, "--compile"), "cannot compile here (InvalidCxxCompiler: No working C++", "or drop --compile")
-    assert content(tmp_path) == before
+def assert_changes_nothing(program, row):
+    """One line on stderr, exit code 2, and nothing in the folder changed."""
+    message, first, argv, *_ = row
+    before = content(".")
+    assert_refused(program(train, *first, *argv.split()), message)
+    assert content(".") == before, argv
+
+
+def test_train_faults(program, begun):
+    for row in (row for row in TRAIN_FAULTS if len(row) == 3):
+        assert_changes_nothing(program, row)
+
+
+@pytest.mark.parametrize("row", [row for row in TRAIN_FAULTS if len(row) == 4], ids=lambda row: f"{row[0]} {row[2]}")
+def test_train_faults_of_files(program, begun, row):
+    row[3]()
+    assert_changes_nothing(program, row)
 
 
 def test_params_by_component(program):
     code, out, _ = program(train, "--params", "--model", "hmamba,mamba", "--size", "253m")
-    assert code == 0
-    assert re.search(r"total +253,033,856", out)
-    assert re.search(r"total +253,051,904", out)
-    assert re.search(r"param_proj +76,321,152", out)
-    assert not Path("runs").exists()
+    assert code == 0 and not Path("runs").exists()
+    for name, count in (("total", "253,033,856"), ("total", "253,051,904"), ("param_proj", "76,321,152")):
+        assert re.search(rf"{name} +{count}", out)
 
 
 @pytest.mark.parametrize("module", [train, sample, report, data, bench], ids=lambda m: m.__name__)
 def test_help_is_complete(program, module):
     code, out, _ = program(module, "--help")
-    assert code == 0
+    assert (code, "usage:" in out) == (0, True)
     if module is train:
-        for f in dataclasses.fields(train.Settings):
-            assert f"--{f.name}" in out
-        for value in ("steps=1000 batch=1024", "253m", "torchrun"):
-            assert value in out
-    assert "usage:" in out
+        assert all(f"--{f.name}" in out for f in dataclasses.fields(train.Settings)) and "torchrun" in out
+        # Each size is a column, those of PAM together.
+        assert re.search(r"\n +tiny +small +253m +5m to 100m\n", out)
+        assert re.search(r"\n +steps +240 +1000 +1000 +-\n", out) and re.search(r"\n +min_lr +(lr/10 +){3}0.0\n", out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

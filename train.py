@@ -3,11 +3,12 @@
     python train.py                                            tiny H-Mamba on the text that ships with Python
     python train.py --model hmamba,mamba --seeds 1,2,3         a sweep: the same data order, ratios at the end
     python train.py --model hmamba:N=4,hmamba:field=real       settings of a model (fields of its Config)
+    python train.py --lr 1e-3,2e-3,4e-3 --out SWEEP            three peak rates; the same command goes on with a sweep
     torchrun --nproc_per_node 4 train.py --data FILE --size 253m       the paper's size and protocol on four GPUs
     python train.py --resume runs/hmamba-stdlib-tiny-s1        goes on where a stopped run left off
     python train.py --out RUN --resume RUN                     begins RUN, or goes on with it: for what restarts by itself
-    python train.py --seeds 1,2,3 --out SWEEP                  a sweep that the same command goes on with
-    python train.py --resume RUN --eval_only --split test      loss of its best checkpoint on the test split
+    python train.py --init_from RUN --data FOLDER              fine-tuning: a new run from the weights of another
+    python train.py --resume RUN --eval_only --split test      loss of its best checkpoint; with --data, on other data
     python train.py --model hmamba,mamba --size 253m --params  parameters by component
     python train.py --task mod3                                state tracking: hands over to tasks.py and its flags
 
@@ -28,10 +29,12 @@ import signal
 import sys
 import time
 import warnings
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -46,25 +49,26 @@ import tasks
 from data import TOKENS, InputError, Parser, command_line
 
 # Defaults by size. batch: sequences a step over all devices; micro: sequences that one device takes at once;
-# warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends.
+# warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends, by QS table 4 at a tenth of the peak.
 PROTOCOLS = {
-    "tiny": {"steps": 240, "batch": 16, "micro": 16, "seq": 256, "lr": 2e-3, "min_lr": 2e-4, "warmup": 0.75,
+    "tiny": {"steps": 240, "batch": 16, "micro": 16, "seq": 256, "lr": 2e-3, "min_lr": "lr/10", "warmup": 0.75,
              "schedule": "cosine", "dtype": "float32", "checkpointing": False,
              "eval_every": 20, "eval_seqs": 128, "ckpt_every": 60},
-    "small": {"steps": 1000, "batch": 64, "micro": 16, "seq": 512, "lr": 1e-3, "min_lr": 1e-4, "warmup": 0.75,
+    "small": {"steps": 1000, "batch": 64, "micro": 16, "seq": 512, "lr": 1e-3, "min_lr": "lr/10", "warmup": 0.75,
               "schedule": "cosine", "dtype": "bfloat16", "checkpointing": False,
               "eval_every": 20, "eval_seqs": 512, "ckpt_every": 100},
-    "253m": {"steps": 1000, "batch": 1024, "micro": 32, "seq": 1024, "lr": 6e-4, "min_lr": 6e-5, "warmup": 750,
+    "253m": {"steps": 1000, "batch": 1024, "micro": 32, "seq": 1024, "lr": 6e-4, "min_lr": "lr/10", "warmup": 750,
              "schedule": "cosine", "dtype": "bfloat16", "checkpointing": True,
              "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4; D: 20 x 256
 }  # fmt: skip
-# PAM table 2: epochs in place of steps. Each is evaluated at its end and three times before, which the paper leaves open.
+# PAM table 2: epochs in place of steps. Each is evaluated at its end and three times before, which the paper leaves open,
+# as it does the end of the cosine: 0, and the betas: AdamW's own.
 PAM_PROTOCOL = {"epochs": 10, "batch": 8, "micro": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0, "warmup": 500,
                 "schedule": "cosine", "dtype": "float32", "checkpointing": False, "eval_seqs": 512, "ckpt_every": 1000,
                 "sample_every": 5000}  # fmt: skip
 PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM_PROTOCOL)
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
-PAM_BETAS, PAM_DECAY = (0.9, 0.999), 0.01  # PAM table 2; its betas are not given, these are AdamW's own
+PAM_BETAS, PAM_DECAY = (0.9, 0.999), 0.01
 PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
 PEAK_FLOPS = {  # dense bf16, by the device's full name; for others there is no MFU
     "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
@@ -72,6 +76,9 @@ PEAK_FLOPS = {  # dense bf16, by the device's full name; for others there is no 
     "NVIDIA GeForce RTX 4090": 165e12, "NVIDIA GeForce RTX 3090": 71e12,
 }  # fmt: skip
 MAX_BATCH = 2**24  # the order of a step's sequences is in memory
+FIGURE_SHARE = 20  # curve.png is drawn at a validation if that takes at most a 20th of the time since it was last
+# Flags that take a list: a run for each combination; the last varies fastest.
+LISTS = ("size", "steps", "epochs", "batch", "seq", "lr", "min_lr", "warmup", "seeds", "model")
 # What a resumed run may set anew: the rest would change its course.
 MAY_CHANGE = {"resume", "data", "stop_at", "micro", "device", "compile", "checkpointing", "log_every", "ckpt_every",
               "eval_only", "split"}  # fmt: skip
@@ -85,19 +92,19 @@ def flag(default, text, type=str, choices=None):
 class Settings:
     """Every flag. None: taken from PROTOCOLS for the size."""
 
-    model: str = flag("hmamba", "model spec NAME[:key=value...], or a comma-separated list of them")
+    model: str = flag("hmamba", "model spec NAME[:key=value...]")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or GPT-2's BPE (default: bytes; gpt2: wikitext103, .tokens files)", choices=TOKENS)
     column: str = flag(None, "what holds the text of parquet and JSON lines files (default: text); '': bytes of any file")
-    size: str = flag(None, "size, or a list: tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
-    seeds: str = flag("1", "seed of initialisation and data order, or a list")
+    size: str = flag(None, "tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
+    seeds: str = flag("1", "seed of initialisation and data order")
     steps: int = flag(None, "optimizer steps of the schedule", int)
-    epochs: int = flag(None, "passes over the training data, if --steps is not given (default: by size)", int)
+    epochs: int = flag(None, "passes over the training data, if --steps is not given", int)
     stop_at: int = flag(None, "stop after this step, the schedule unchanged; --resume goes on", int)
     batch: int = flag(None, "sequences a step, over all devices", int)
     micro: int = flag(None, "sequences that a device takes at once; changes memory and speed, not the result", int)
     seq: int = flag(None, "tokens a sequence", int)
-    lr: float = flag(None, "peak learning rate; one below min_lr's default lowers that too", float)
+    lr: float = flag(None, "peak learning rate", float)
     min_lr: float = flag(None, "learning rate at the end of the cosine", float)
     warmup: float = flag(None, "steps of linear warmup; below 1: share of the steps", float)
     schedule: str = flag(None, "cosine, or constant: --lr throughout, no warmup", choices=("cosine", "constant"))
@@ -112,31 +119,59 @@ class Settings:
     sample_every: int = flag(None, "steps between generated texts in the log (default: none; 5m to 100m: 5000)", int)
     out: str = flag(None, "folder of a new run; of a sweep: what holds its runs, and goes on with them (default: runs/)")
     resume: str = flag(None, "go on with this run folder or checkpoint; if --out names it too, begin it if need be")
+    init_from: str = flag(None, "begin with the weights of this run folder or checkpoint; its model, size and tokens "
+                                "unless others are given")  # fmt: skip
     eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
     split: str = flag("val", "split for --eval_only", choices=("train", "val", "test"))
     params: bool = flag(False, "only print the parameters by component", bool)
 
 
 def parse_flags():
-    """Only the flags that were given, as a dict."""
-    protocols = "\n".join(f"  {size:6}" + " ".join(f"{k}={v}" for k, v in p.items()) for size, p in PROTOCOLS.items())
-    parser = Parser(description=__doc__, epilog=f"defaults by size:\n{protocols}")
+    """Only the flags that were given, {name: value}; of those in LISTS the list of its values."""
+    columns = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM_PROTOCOL}
+    rows = {"": columns} | {key: [p.get(key, "-") for p in columns.values()] for key in PAM_PROTOCOL | PROTOCOLS["tiny"]}
+    table = "\n".join(f"  {key:14}" + "".join(f"{value!s:>12}" for value in row) for key, row in rows.items())
+    parser = Parser(description=__doc__, epilog=f"defaults by size:\n{table}")
     for f in dataclasses.fields(Settings):
-        kind, default = f.metadata["type"], "by size" if f.name in PROTOCOLS["tiny"] else f.default
-        text = f.metadata["help"] + (f" (default: {default})" if default not in (None, False) else "")
+        kind, default = f.metadata["type"], "by size" if f.name in rows and f.default is None else f.default
+        text = f.metadata["help"] + (", or a list" if f.name in LISTS else "")
+        text += f" (default: {default})" if default and "(default" not in text else ""
         if kind is bool:
             action = argparse.BooleanOptionalAction if f.default is None else "store_true"
             parser.add_argument(f"--{f.name}", action=action, default=None, help=text)
         else:
+            kind = list_of(kind) if f.name in LISTS else kind
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
-    given |= {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume") if k in given}
-    for key in ("out", "resume"):
+    given |= {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume", "init_from") if k in given}
+    for key in ("out", "resume", "init_from"):
         if given.get(key) == "":
             raise InputError(f"--{key} '' names no folder")
     if {"out", "resume"} <= given.keys() and os.path.realpath(given["out"]) == os.path.realpath(given["resume"]):
         given["resume"] = given["out"]  # one folder under two names
     return given
+
+
+def list_of(kind):
+    """What reads the values of a list, with commas between them."""
+
+    def read(text):
+        return [kind(part.strip()) for part in text.split(",")]
+
+    read.__name__ = kind.__name__  # for argparse's message
+    return read
+
+
+def combinations(given):
+    """For each combination of the lists: (the flags of a run, what varies from run to run as words of its name)."""
+    lists = {key: given[key] for key in LISTS if key in given}
+    for key, values in lists.items():
+        if len(set(values)) < len(values):
+            raise InputError(f"--{key} must not repeat an entry")
+    varied = [key for key in lists if len(lists[key]) > 1 and key not in ("size", "seeds", "model")]
+    for values in itertools.product(*lists.values()):
+        flags = given | dict(zip(lists, values))
+        yield flags, [f"{key}{flags[key]}" for key in varied]
 
 
 def resolve(given, model, size, seed, device):
@@ -157,20 +192,20 @@ def resolve(given, model, size, seed, device):
     for key, value in protocol.items():
         if getattr(s, key) is None:
             setattr(s, key, value)
+    if s.min_lr == "lr/10":
+        s.min_lr = float(f"{s.lr / 10:.12g}")  # 6e-4 / 10 is 5.9999999999999995e-05
     if s.data not in data.NAMED and Path(s.data).exists():
         s.data = str(Path(s.data).absolute())  # so that --resume finds it from anywhere
-    if s.min_lr > s.lr and "min_lr" not in given:
-        s.min_lr = s.lr
     sample.parse_spec(s.model, s.size, 256)
     return check(s)
 
 
 def check(s):
     """The settings of one run, if they are possible. Raises InputError."""
-    for key in ("steps", "epochs", "batch", "micro", "seq", "eval_every", "eval_seqs", "log_every", "ckpt_every",
-                "sample_every", "stop_at"):  # fmt: skip
-        if getattr(s, key) is not None and getattr(s, key) < 1:
-            raise InputError(f"--{key} {getattr(s, key)} must be at least 1")
+    for f in dataclasses.fields(s):
+        value = getattr(s, f.name)
+        if f.metadata["type"] is int and value is not None and value < 1:
+            raise InputError(f"--{f.name} {value} must be at least 1")
     if not (s.seeds.isascii() and s.seeds.isdecimal()) or int(s.seeds) >= 2**32:
         raise InputError(f"--seeds {s.seeds!r} must be whole numbers from 0 to 2^32 - 1")
     if not (0 < s.lr < math.inf and 0 <= s.min_lr <= s.lr and 0 <= s.warmup < math.inf):
@@ -246,7 +281,12 @@ def extra(what):
     try:
         yield
     except Exception as e:
-        print_rank0(f"note: no {what} ({type(e).__name__}: {' '.join(str(e).split())[:160]})")
+        print_rank0(f"note: no {what} ({one_line(e)})")
+
+
+def one_line(error):
+    """An error of a library, short enough for a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def sum_over_ranks(value):
@@ -301,14 +341,14 @@ def autocast(s, device):
 
 @torch.no_grad()
 def evaluate(model, corpus, split, s, device, count=None):
-    """(loss in nats per token, number of tokens) of `count` evenly spread windows of a split, or of all of them.
-
-    It is the same for any micro-batch and world size."""
+    """(loss in nats per token, number of tokens) of `count` evenly spread windows of a split, or of all of them, with a
+    progress bar. It is the same for any micro-batch and world size."""
     model.eval()
     n = data.num_windows(corpus.split(split), s.seq)
     index, nats = data.eval_index(n, count or n), 0.0
     mine = index[rank::world]
-    for i in range(0, len(mine), s.micro):
+    hidden = True if count or rank else None  # None: on a terminal alone
+    for i in data.progress(range(0, len(mine), s.micro), f"whole {split} split", unit="batch", disable=hidden):
         x, y = (z.to(device) for z in data.get_windows(corpus.split(split), s.seq, mine[i : i + s.micro]))
         with autocast(s, device):
             nats += model(x, y)[1].item() * y.numel()
@@ -332,6 +372,24 @@ def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
     return optimizer, {"decay": names[True], "no_decay": names[False]}
 
 
+def new_model(s, vocab_size):
+    """(model, origin) with random weights, or those that --init_from names; origin: what the log says of these, or None.
+
+    Raises InputError for weights that do not fit."""
+    model_class, config = sample.parse_spec(s.model, s.size, vocab_size)
+    model = model_class(config)
+    if not s.init_from:
+        return model, None
+    source = sample.read_checkpoint(s.init_from)
+    try:
+        model.load_state_dict(source["model"])
+    except RuntimeError as e:
+        fits = f"the weights of {s.init_from} do not fit {s.model}, size {s.size}, tokens {s.tokens}"
+        raise InputError(f"{fits} ({one_line(e)})") from None
+    return model, {"path": s.init_from, "step": source["step"], "sha256": data.hash_file(s.init_from),
+                   "model": source["meta"]["spec"], "data": source["meta"]["data"]["name"]}  # fmt: skip
+
+
 def try_step(s, corpus, device):
     """A step of 1 x 8 tokens with at most 4 layers, before a folder is made. Raises InputError if it is refused."""
     model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
@@ -352,8 +410,7 @@ def try_step(s, corpus, device):
                 warnings.simplefilter("ignore")  # that there is no cache: what it holds needs no compiler
                 torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
         except Exception as e:  # the compilers raise many kinds
-            why = " ".join(str(e).split())[:160]
-            raise InputError(f"PyTorch cannot compile here ({why}): install a compiler, or drop --compile") from None
+            raise InputError(f"cannot compile here ({one_line(e)}): install a compiler, or drop --compile") from None
 
 
 class Diverged(InputError):
@@ -365,19 +422,21 @@ class Run:
 
     def __init__(self, s, corpus, device, folder, checkpoint):
         self.s, self.corpus, self.device, self.folder = s, corpus, device, folder
+        self.end, self.per_epoch = s.stop_at or s.steps, data.epoch_steps(corpus, s.seq, s.batch)
+        self.step, self.best, self.val_loss = 0, {"val_loss": math.inf, "step": 0}, math.nan
+        self.last_step = None  # of last.pt; None: there is none, or it is damaged
+        self.val_windows, self.window_s = data.num_windows(corpus.split("val"), s.seq), None  # seconds a window
+        self.figure_s, self.figure_at = 1.0, time.monotonic()  # seconds to draw curve.png, and when it was
         torch.manual_seed(int(s.seeds))
         if checkpoint:
-            self.model = sample.build(checkpoint, device)
+            self.model, origin = sample.build(checkpoint, device), checkpoint["meta"].get("origin")
         else:
-            model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
-            self.model = model_class(config).to(device)
-        self.model.checkpointing = s.checkpointing
+            self.model, origin = new_model(s, corpus.vocab_size)
+        self.model.to(device).checkpointing = s.checkpointing
         betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM_PROTOCOL else (BETAS, WEIGHT_DECAY)
         self.optimizer, decay_groups = make_optimizer(self.model, s.lr, device, betas, decay)
-        # last_step: of last.pt, None if it is damaged
-        self.step, self.best, self.last_step = 0, {"val_loss": math.inf, "step": 0}, None
         if checkpoint:
-            self.step, self.best = checkpoint["step"], checkpoint["best"]
+            self.step, self.best, self.val_loss = checkpoint["step"], checkpoint["best"], checkpoint["best"]["val_loss"]
             self.last_step = self.step if Path(checkpoint["path"]).name == "last.pt" else None
             try:
                 self.optimizer.load_state_dict(checkpoint["optimizer"])
@@ -387,27 +446,39 @@ class Run:
         self.start = time.monotonic() - (checkpoint["meta"]["time_s"] if checkpoint else 0)
         self.meta = {
             "spec": s.model, "size": s.size, "config": dataclasses.asdict(self.model.config),
-            "settings": dataclasses.asdict(s), "data": broadcast_from_rank0(corpus.summary),
+            "settings": dataclasses.asdict(s), "data": broadcast_from_rank0(corpus.summary), "origin": origin,
         }  # fmt: skip
-        for path in [*folder.glob("*.pt.*.part"), *folder.glob("log.jsonl")] if rank == 0 else ():
-            if path.suffix == ".part" or not path.stat().st_size:  # what a kill left half written, or empty
-                path.unlink()
-        self.log = report.Log(folder, self.start, keep=checkpoint and checkpoint["step"], active=rank == 0)
-        ran = report.provenance(device, world)
-        if self.log.path.exists() and checkpoint:
-            self.write("resume", **ran)
-        else:
-            self.log.write("header", 0, 0, settings=self.meta["settings"], config=self.meta["config"], data=self.meta["data"],
-                params=self.model.num_params(), flops_per_token=self.model.flops_per_token(s.seq), weight_decay=decay_groups,
-                optimizer={"betas": betas, "decay": decay, "clip": CLIP}, **ran)  # fmt: skip
+        self.open_log(checkpoint, weight_decay=decay_groups, optimizer={"betas": betas, "decay": decay, "clip": CLIP})
         if s.compile:
             for layer in self.model.layers:
                 layer.compile()
         self.network = DistributedDataParallel(self.model) if world > 1 else self.model
-        self.per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
+
+    def open_log(self, checkpoint, **optimizer):
+        for path in [*self.folder.glob("*.pt.*.part"), *self.folder.glob("log.jsonl")] if rank == 0 else ():
+            if path.suffix == ".part" or not path.stat().st_size:  # what a kill left half written, or empty
+                path.unlink()
+        self.log = report.Log(self.folder, self.start, keep=checkpoint and checkpoint["step"], active=rank == 0)
+        ran = report.provenance(self.device, world)
+        if self.log.path.exists() and checkpoint:
+            self.write("resume", **ran)
+        else:
+            what = {key: self.meta[key] for key in ("settings", "config", "data", "origin") if self.meta[key]}
+            self.log.write("header", 0, 0, **what, params=self.model.num_params(),
+                           flops_per_token=self.model.flops_per_token(self.s.seq), **optimizer, **ran)  # fmt: skip
 
     def write(self, event, **values):
         self.log.write(event, self.step, self.step * self.s.batch * self.s.seq, **values)
+
+    def announce(self):
+        """What is trained, and the disk that it takes."""
+        s, params = self.s, self.model.num_params()["total"]
+        if s.schedule == "cosine" and s.warmup >= s.steps:
+            print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
+        disk = params * (3 * 12 + 4)  # last.pt, prev.pt and the one being written; best.pt has no optimizer state
+        print_rank0(f"{self.folder}: {params:,} parameters on {self.device}, {self.corpus.name} "
+                    f"{len(self.corpus.tokens):,} tokens, {s.steps} steps of {s.batch * s.seq:,} tokens; checkpoints "
+                    f"take up to {disk / 1e6:,.0f} MB")  # fmt: skip
 
     def save(self, name, optimizer=None, keep=None):
         if rank == 0:
@@ -424,15 +495,31 @@ class Run:
         path = self.folder / ("prev.pt" if last_is_bad else "last.pt")
         return f"the last good checkpoint is {path}" if path.exists() else "no good checkpoint was saved yet"
 
+    def is_due(self, every, step=None):
+        """What happens every so many steps, and at the end of the schedule."""
+        return (self.step if step is None else step) % every == 0 or self.step == self.s.steps
+
     def validate(self):
-        s = self.s
+        """On the fixed windows. Keeps the best checkpoint, and draws the curve where that takes little of the time."""
+        s, begin = self.s, time.monotonic()
         loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device, s.eval_seqs)
+        self.val_loss, self.window_s = loss, (time.monotonic() - begin) * s.seq / n_tokens
         epoch = {"epoch": self.step / self.per_epoch} if s.epochs else {}
         self.write("val", val_loss=loss, split="val", n_tokens=n_tokens, **epoch)
         if loss < self.best["val_loss"]:
             self.best = {"val_loss": loss, "step": self.step}
             self.save("best.pt")
-        return loss
+        if time.monotonic() - self.figure_at > FIGURE_SHARE * self.figure_s:
+            self.draw()
+
+    def draw(self):
+        """curve.png."""
+        begin, self.figure_s = time.monotonic(), math.inf  # after a fault: at the end alone
+        if rank == 0:
+            with extra("curve.png"):
+                report.plot_curves(*report.group_runs([report.read_log(self.folder)])[0], self.folder / "curve.png")
+                self.figure_at = time.monotonic()
+                self.figure_s = self.figure_at - begin
 
     def update(self):
         """One step of the optimizer. Returns numbers for the log, the gradient norm of each layer, and whether to stop."""
@@ -478,6 +565,10 @@ class Run:
     def finish(self):
         """The loss over the whole validation split, and the extras: a sample and a figure."""
         s, step = self.s, self.step
+        if self.val_windows > s.eval_seqs:
+            takes = f"; about {self.val_windows * self.window_s:.0f} s" if self.window_s else ""
+            print_rank0(f"now the whole validation split, {self.val_windows:,} windows instead of {s.eval_seqs:,}: the loss "
+                        f"may jump{takes}")  # fmt: skip
         loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device)
         if not math.isfinite(loss):
             good = self.last_good(last_is_bad=True)
@@ -486,14 +577,13 @@ class Run:
                     f"after {step} steps, {self.folder}")  # fmt: skip
         memory = {"peak_memory": torch.cuda.max_memory_allocated()} if self.device.type == "cuda" else {}
         self.write("final", val_loss=loss, split="val", n_tokens=n_tokens, best=self.best, **memory)
+        self.draw()
         if rank == 0:
             text = ""
             with extra("sample"):
                 with autocast(s, self.device):
                     text = sample.text(self.model, 400, 0.8, 50, 1.0, 1.0)
                 (self.folder / "sample.txt").write_text(text, encoding="utf-8")
-            with extra("curve.png"):
-                report.plot_curves(*report.group_runs([report.read_log(self.folder)])[0], self.folder / "curve.png")
             self.write("sample", text=text)  # the last event of a run that is complete
             more = f"python sample.py {quote(self.folder)}"
             print_rank0(f"--- a sample, temperature 0.8 (more: {more})\n{text.strip()}\n---")
@@ -502,63 +592,82 @@ class Run:
                 print_rank0(report.epochs_table([report.read_log(self.folder)]))
 
 
+class Progress:
+    """What rank 0 tells who waits: a bar on a terminal, else a line at each validation."""
+
+    def __init__(self, run):
+        self.run, self.tokens, self.peak = run, run.s.batch * run.s.seq, None
+        self.begin, self.seconds = run.step, deque(maxlen=max(10, run.s.log_every))  # of the last steps but the first
+        if run.device.type == "cuda":
+            self.peak = PEAK_FLOPS.get(torch.cuda.get_device_name(run.device)) if run.s.dtype == "bfloat16" else None
+            torch.cuda.reset_peak_memory_stats(run.device)
+        style = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+        self.bar = data.progress(total=run.end, initial=run.step, unit_scale=False, leave=True, disable=bool(rank) or None,
+                                 dynamic_ncols=True, bar_format=style)  # fmt: skip
+
+    def count(self, seconds):
+        """After each step, with what it took."""
+        if self.run.step == self.begin + 2:
+            self.seconds.clear()  # the first compiles, and fills caches
+        self.seconds.append(seconds)
+        if self.run.step == self.begin + 3:
+            print_rank0(f"about {self.left()} to go, {fmean(self.seconds):.2g} s a step")
+
+    def speed(self):
+        tok_s = self.tokens / fmean(self.seconds)
+        mfu = {"mfu": tok_s * self.run.model.flops_per_token(self.run.s.seq) / (self.peak * world)} if self.peak else {}
+        return {"tok_s": round(tok_s, 1)} | mfu
+
+    def left(self):
+        """The time to the end: steps, validations, and the last one on the whole split."""
+        s, steps, step_s = self.run.s, self.run.end - self.run.step, fmean(self.seconds)
+        windows = steps // s.eval_every * s.eval_seqs + self.run.val_windows
+        window_s = self.run.window_s or step_s / (3 * s.batch)  # 3: there is no backward
+        return timedelta(seconds=round(steps * step_s + windows * window_s))
+
+    def show(self, loss, evaluated):
+        run, speed = self.run, self.speed()
+        shown = f"train {loss / math.log(2):.3f} val {run.val_loss / math.log(2):.3f} {report.unit(run.s.tokens)}"
+        shown += f" {speed['tok_s']:,.0f} tok/s" + (f" MFU {speed['mfu']:.1%}" if "mfu" in speed else "")
+        shown += f"  ETA {self.left()}"
+        self.bar.set_postfix_str(shown, refresh=False)
+        self.bar.update()
+        if evaluated and self.bar.disable:
+            print_rank0(f"step {run.step}/{run.end}  {shown}")
+
+
 def train(s, corpus, device, folder, again, checkpoint=None):
-    """One run. again: the command that goes on with it. SystemExit with 128 + signal if a signal asked any rank to end."""
+    """One run. again: the command that goes on with it, if not --resume.
+
+    Raises SystemExit with 128 + signal if one asked any rank to end."""
     for signum in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")):  # Windows has no SIGHUP
         if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, on_signal)
     run = Run(s, corpus, device, folder, checkpoint)
-    model, end, tokens_per_step = run.model, s.stop_at or s.steps, s.batch * s.seq
-    peak = None
-    if device.type == "cuda":
-        peak = PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if s.dtype == "bfloat16" else None
-        torch.cuda.reset_peak_memory_stats(device)
-    if s.schedule == "cosine" and s.warmup >= s.steps:
-        print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
-    show = rank == 0 and sys.stderr.isatty()
-    print_rank0(f"{folder}: {model.num_params()['total']:,} parameters on {device}, {corpus.name} "
-                f"{len(corpus.tokens):,} tokens, {s.steps} steps of {tokens_per_step:,} tokens")  # fmt: skip
-    val_loss, bar = run.best["val_loss"], None
-    if not math.isfinite(val_loss):  # a new run
-        val_loss = run.validate()
+    run.announce()
+    if not math.isfinite(run.best["val_loss"]):  # a new run
+        run.validate()
         run.save_last()  # from here on the run can be resumed
-    with extra("progress bar"):
-        bar = tqdm(total=end, initial=run.step, unit="step", disable=not show, dynamic_ncols=True)
-    clock, clock_step, begin, begin_step = time.perf_counter(), run.step, time.perf_counter(), run.step
-    while run.step < end:
+    progress, stop = Progress(run), False
+    while run.step < run.end and not stop:
+        begin = time.perf_counter()
         numbers, layers, stop = run.update()
-        step = run.step
-        tok_s = (step - clock_step) * tokens_per_step / (time.perf_counter() - clock)
-        speed = {"tok_s": round(tok_s, 1)}
-        speed |= {"mfu": tok_s * model.flops_per_token(s.seq) / (peak * world)} if peak else {}
-        logs, saves = (step % n == 0 or step == s.steps for n in (s.log_every, s.ckpt_every))
-        evaluates = (step % run.per_epoch if s.epochs else step) % s.eval_every == 0 or step == s.steps
-        if s.sample_every and step % s.sample_every == 0 and rank == 0:  # PAM section II
+        progress.count(time.perf_counter() - begin)
+        if s.sample_every and run.step % s.sample_every == 0 and rank == 0:  # PAM section II
             with extra("generated text"):
-                run.write("generated", text=sample.text(model, s.seq, 1.0, 50, 0.9, 1.2))
-        if logs or step == 1:
-            run.write("train", **numbers, **speed)
+                run.write("generated", text=sample.text(run.model, s.seq, 1.0, 50, 0.9, 1.2))
+        if run.is_due(s.log_every) or run.step == 1:
+            run.write("train", **numbers, **progress.speed())
+        evaluates = run.is_due(s.eval_every, run.step % run.per_epoch if s.epochs else run.step)
         if evaluates:
             run.write("grad", layers=[norm.item() for norm in layers])
-            val_loss = run.validate()
-        losses = f"train {numbers['loss'] / math.log(2):.3f} val {val_loss / math.log(2):.3f} {report.unit(s.tokens)}"
-        shown = f"{losses} {tok_s:,.0f} tok/s" + (f" MFU {speed['mfu']:.1%}" if peak else "")
-        with contextlib.suppress(Exception):  # an extra, too
-            bar.set_postfix_str(shown, refresh=False)
-            bar.update()
-        if evaluates and not show:
-            left = (time.perf_counter() - begin) / (step - begin_step) * (end - step)
-            print_rank0(f"step {step}/{end}  {shown}  ETA {timedelta(seconds=round(left))}")
-        if saves or step == end or stop:
+            run.validate()
+        progress.show(numbers["loss"], evaluates)
+        if run.is_due(s.ckpt_every) or run.step == run.end or stop:
             run.save_last()
-        if logs or evaluates or saves:
-            clock, clock_step = time.perf_counter(), step  # evaluations and checkpoints do not count
-        if stop and step < end:
-            break
-    with contextlib.suppress(Exception):
-        bar.close()
-    if run.step < end:
-        print_rank0(f"stopped after step {run.step}; go on with: {again}")
+    progress.bar.close()
+    if run.step < run.end:
+        print_rank0(f"stopped after step {run.step}; go on with: {again or f'python train.py --resume {quote(folder)}'}")
     else:
         run.finish()
     if sum_over_ranks([len(stop_signals)])[0]:
@@ -577,10 +686,14 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
                 log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
         loss, n_tokens = evaluate(sample.build(checkpoint, device), corpus, s.split, s, device)
         print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
-                    f"over {n_tokens:,} tokens")  # fmt: skip
+                    f"over {n_tokens:,} tokens of {corpus.name}")  # fmt: skip
         if log:
             log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n_tokens,
-                      checkpoint=path.name, **report.provenance(device, world))  # fmt: skip
+                      checkpoint=path.name, data=corpus.summary(), **report.provenance(device, world))  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From the command line to runs in their folders
 
 
 def check_out(given, several):
@@ -636,13 +749,13 @@ def load_data(s, checkpoint=None):
     return corpus
 
 
-def find_run(given, stack):
+def find_run(flags, stack):
     """(settings, checkpoint) of what --resume names, the same on every rank, its folder held by this process.
 
     Returns (None, None) if --out says that it may be begun, and it is not. Raises InputError for a flag that would change
     the run's course."""
-    path, evaluates, checkpoint = Path(given["resume"]), bool(given.get("eval_only")), None
-    begins = given.get("out") == given["resume"] and not evaluates  # a command that begins a run or goes on with it
+    path, evaluates, checkpoint = Path(flags["resume"]), bool(flags.get("eval_only")), None
+    begins = flags.get("out") == flags["resume"] and not evaluates  # a command that begins a run or goes on with it
 
     def find():
         nonlocal checkpoint
@@ -659,28 +772,29 @@ def find_run(given, stack):
     with rank_in_errors():
         checkpoint = checkpoint or sample.read_checkpoint(file)
     saved = checkpoint["meta"]["settings"]
-    for key, value in given.items():
-        if key not in MAY_CHANGE and not (begins and key == "out") and value != saved.get(key):
+    may_change = MAY_CHANGE | ({"out"} if begins else {"column"} if evaluates else set())
+    for key, value in flags.items():
+        if key not in may_change and value != saved.get(key):
             was = f"{value} differs from this run's {saved.get(key)}"
             raise InputError(f"--{key} {was} ({path}): drop it, or start a new run")
     try:
-        return check(Settings(**saved | {"stop_at": None} | given)), checkpoint
+        return check(Settings(**saved | {"stop_at": None} | flags)), checkpoint
     except TypeError as e:
         raise InputError(f"{file} was written by another version of train.py ({e})") from None
 
 
-def go_on(given, device, again=None):
+def go_on(flags, device, again=None):
     """Goes on with what --resume names, or evaluates it. Returns whether it did: False if it is still to be begun.
 
-    again: the command that goes on, after a signal, with the sweep that the run is part of."""
+    again: the command that goes on with the sweep that the run is part of."""
     with contextlib.ExitStack() as stack:
-        s, checkpoint = find_run(given, stack)
+        s, checkpoint = find_run(flags, stack)
         if not checkpoint:
             return False
-        corpus, folder = load_data(s, checkpoint), Path(checkpoint["path"]).parent
-        if s.eval_only:
-            evaluate_checkpoint(s, corpus, device, checkpoint)
+        if s.eval_only:  # on the data of the run, or on any that is named
+            evaluate_checkpoint(s, load_data(s, None if "data" in flags else checkpoint), device, checkpoint)
             return True
+        corpus, folder = load_data(s, checkpoint), Path(checkpoint["path"]).parent
         if not checkpoint["optimizer"]:
             raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
         step, end = checkpoint["step"], s.stop_at or s.steps
@@ -692,32 +806,17 @@ def go_on(given, device, again=None):
         if step > end or (step == end and step in [e["step"] for e in events if e["event"] == "sample"]):
             advice = "the run is complete" if end == s.steps else "give a later --stop_at, or none"
             message = f"{checkpoint['path']} is at step {step} of {end} already: {advice}"
-            if step > end or given.get("out") != given["resume"]:
+            if step > end or flags.get("out") != flags["resume"]:
                 raise InputError(message)
             print_rank0(message)  # to a command that is started until it succeeds
             return True
         try_step(s, corpus, device)
-        train(s, corpus, device, folder, again or f"python train.py --resume {quote(folder)}", checkpoint)
+        train(s, corpus, device, folder, again, checkpoint)
     return True
 
 
-def run(given, device):
-    """Goes on with a run, or begins one for each entry of the lists."""
-    if "resume" in given and go_on(given, device):
-        return
-    # All runs are checked before the first: a fault in the last of a sweep would come hours later.
-    defaults = {"size": None, "seeds": Settings.seeds, "model": Settings.model}
-    lists = [[v.strip() for v in given[k].split(",")] if k in given else [d] for k, d in defaults.items()]
-    runs = [resolve(given, model, size, seed, device) for size, seed, model in itertools.product(*lists)]
-    if given.get("params"):
-        print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
-        return
-    if len({(s.model, s.size, s.seeds) for s in runs}) < len(runs):
-        raise InputError("--model, --size and --seeds must not repeat an entry")
-    explicit, several, base = "out" in given, len(runs) > 1, Path(given.get("out", "runs"))
-    if "resume" in given and several:
-        raise InputError("--resume goes on with one run, not with a list of them")
-    broadcast_from_rank0(lambda: check_out(given, several))
+def prepare(runs, device):
+    """The corpus of all runs, once each of them could be trained on it; epochs become steps."""
     corpus = [load_data(s) for s in runs][0]  # one text, that each --seq must fit
     for s in runs:
         if s.epochs and not (s.steps and s.eval_every):
@@ -725,34 +824,64 @@ def run(given, device):
             s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or -(-per_epoch // 4)
             check(s)
         try_step(s, corpus, device)
-    folders = [base / report.run_name(s.model, corpus.name, s.size, f"s{s.seeds}") for s in runs]
-    fresh = broadcast_from_rank0(lambda: not any(f.exists() for f in folders))
+        if s.init_from:
+            with rank_in_errors():
+                new_model(s, corpus.vocab_size)
+    broadcast_from_rank0(corpus.summary)  # its hash, before there is a folder
+    return corpus
+
+
+def run(given, device):
+    """Goes on with a run, or begins one for each combination of the lists."""
+    if "init_from" in given:
+        with rank_in_errors():
+            origin = sample.read_checkpoint(given["init_from"])
+        saved = origin["meta"]["settings"]
+        given = {"model": [saved["model"]], "size": [saved["size"]], "tokens": saved["tokens"]} | given
+        given["init_from"] = os.path.abspath(origin["path"])
+    cells = [*combinations(given)]
+    named, several, base = "out" in given, len(cells) > 1, Path(given.get("out", "runs"))
+    if "resume" in given:
+        if several:
+            raise InputError("--resume goes on with one run, not with a list of them")
+        if go_on(cells[0][0], device):
+            return
+    # All runs are checked before the first: a fault in the last of a sweep would come hours later.
+    usual = {"model": Settings.model, "size": None, "seeds": Settings.seeds}
+    runs = [resolve(flags, *((usual | flags)[key] for key in usual), device) for flags, _ in cells]
+    if given.get("params"):
+        print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
+        return
+    broadcast_from_rank0(lambda: check_out(given, several))
+    corpus = prepare(runs, device)
+    folders = [base / report.run_name(s.model, corpus.name, s.size, *varied, f"s{s.seeds}")
+               for s, (_, varied) in zip(runs, cells)]  # fmt: skip
+    again = f"the same command and --out {quote(base)}"
+    if named or not several or not broadcast_from_rank0(lambda: not any(f.exists() for f in folders)):
+        again = "the same command" if named and several else None  # None: that of the run alone
     jobs = []  # of a sweep that may have begun: flags that begin each of its runs, or go on with it
-    if explicit and several:
-        for s, folder in zip(runs, folders):
-            course = {k: v for k, v in dataclasses.asdict(s).items() if k in given or k not in MAY_CHANGE}
-            jobs.append(course | {"out": str(folder), "resume": str(folder)})
-            with contextlib.ExitStack() as stack:
-                find_run(jobs[-1], stack)
-    elif explicit:
+    for s, folder in zip(runs, folders) if named and several else ():
+        course = {k: v for k, v in dataclasses.asdict(s).items() if k in given or k not in MAY_CHANGE}
+        jobs.append(course | {"out": str(folder), "resume": str(folder)})
+        with contextlib.ExitStack() as stack:
+            find_run(jobs[-1], stack)
+    if named and not several:
         folders = [base]
     diverged = {}  # the others of a sweep are run all the same
-    broadcast_from_rank0(corpus.summary)  # its hash, before there is a folder
     for i, s in enumerate(runs):
         try:
-            if jobs and go_on(jobs[i], device, "the same command"):
+            if jobs and go_on(jobs[i], device, again):
                 continue
             broadcast_from_rank0(corpus.check_unchanged)
             with contextlib.ExitStack() as stack:
-                folders[i] = broadcast_from_rank0(partial(begin_folder, folders[i], explicit, stack))
-                again = "the same command" if jobs else f"python train.py --resume {quote(folders[i])}"
-                if several and fresh and not jobs:  # else runs/ holds others of these names
-                    again = f"the same command and --out {quote(base)}"
+                folders[i] = broadcast_from_rank0(partial(begin_folder, folders[i], named, stack))
                 train(s, corpus, device, folders[i], again)
         except Diverged as e:
             diverged[folders[i]] = f"{folders[i]}: {e}" if several else str(e)
-    finished = [folder for folder in folders if folder not in diverged]
-    if several and finished and rank == 0:
+    ends = {}  # runs that end at another --min_lr have tables of their own
+    for folder, (flags, _) in zip(folders, cells):
+        ends.setdefault(flags.get("min_lr"), []).extend([folder] * (folder not in diverged))
+    for finished in filter(None, ends.values()) if several and rank == 0 else ():
         with extra("table"):
             print_rank0(report.training_report([report.read_log(folder) for folder in finished])[0])
     if diverged:
@@ -767,6 +896,8 @@ def main():
         raise InputError(ranks_error)
     if (given.get("eval_only") or "split" in given) and not ("resume" in given and given.get("eval_only")):
         raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
+    if "init_from" in given and given.get("resume", given.get("out")) != given.get("out"):
+        raise InputError("--init_from begins a new run, --resume goes on with one: give one of them")
     device = sample.pick_device(given.get("device", "auto"))
     if world > 1:
         # torchrun's own store keeps the addresses of ranks that died, and a restart may wait for them.
@@ -777,7 +908,7 @@ def main():
             try:  # the timeout is that of a download
                 dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
             except (RuntimeError, ValueError) as e:
-                raise InputError(f"the ranks cannot be connected: {' '.join(str(e).split())[:160]}") from None
+                raise InputError(f"the ranks cannot be connected ({one_line(e)})") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -787,8 +918,7 @@ def main():
             if isinstance(e, MemoryError) or re.search("out of memory|allocate", str(e)):
                 raise InputError("out of memory: set --checkpointing, lower --micro (same result) or --seq") from None
         if world > 1 and (isinstance(e, dist.DistError) or re.search("gloo|NCCL", str(e))):
-            why = " ".join(str(e).split())[:160]
-            raise InputError(f"another rank ended, it or torchrun says why; here it was: {why}") from None  # by rank 0
+            raise InputError(f"another rank ended, it or torchrun says why; here it was: {one_line(e)}") from None
         raise
     if world > 1:  # not after a fault: it could wait for a rank that will not come
         dist.destroy_process_group()
