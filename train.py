@@ -386,7 +386,7 @@ def new_model(s, vocab_size):
     except RuntimeError as e:
         fits = f"the weights of {s.init_from} do not fit {s.model}, size {s.size}, tokens {s.tokens}"
         raise InputError(f"{fits} ({one_line(e)})") from None
-    return model, {"path": s.init_from, "step": source["step"], "sha256": data.hash_file(s.init_from),
+    return model, {"path": s.init_from, "step": source["step"], "sha256": data.hash_file(Path(s.init_from)),
                    "model": source["meta"]["spec"], "data": source["meta"]["data"]["name"]}  # fmt: skip
 
 
