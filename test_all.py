@@ -3516,11 +3516,13 @@ def a_kill_in_the_last_validation(program, monkeypatch, _):
 
 def data_that_changes(program, monkeypatch, _):
     path = Path("text.txt")
-    text = path.read_bytes()
-    at_step(monkeypatch, 6, lambda: path.write_bytes(text[:-9] + b"something"))
-    argv = ["--resume", "cut", "--data", "text.txt"]
-    assert_refused(program(train, *argv, "--ckpt_every", 1), "since the run began")
-    assert max(e["step"] for e in report.read_log("cut")) == sample.read_checkpoint("cut/last.pt")["step"] == 6
+    text, argv = path.read_bytes(), ["--resume", "cut", "--data", "text.txt"]
+    changes = [lambda: path.write_bytes(text[:-9] + b"something"), lambda: os.truncate(path, 4096)]
+    at_step(monkeypatch, 6, lambda: changes.pop()())
+    while changes:
+        path.write_bytes(text)
+        assert_refused(program(train, *argv, "--ckpt_every", 1), "since the run began")
+        assert max(e["step"] for e in report.read_log("cut")) == sample.read_checkpoint("cut/last.pt")["step"] == 6
     real = data.get_windows
     monkeypatch.setattr(data, "get_windows", lambda *args: path.write_bytes(text + b"?") and real(*args))
     for argv in ([*argv, "--eval_only"], [*SMALL, "--out", "new"]):
@@ -3893,6 +3895,12 @@ def test_ranks_are_made_by_torchrun_alone(program, monkeypatch):
         assert_refused(program(train, *SMALL), "the ranks cannot be connected", "port out of range C++")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert_refused(program(train, *SMALL), "--max-restarts needs --rdzv-backend c10d and TORCH_DISABLE_SHARE")
+    # Machines with other flags, or another text under the same name.
+    monkeypatch.setattr(train, "broadcast_from_rank0", lambda make: make() and "rank 0's")
+    with pytest.raises(data.InputError, match="the flags are others here than on rank 0"):
+        train.run({"lr": [1.0]}, CPU)
+    with pytest.raises(data.InputError, match=r"text.txt is another text here than on rank 0"):
+        train.load_data(train.Settings(data="text.txt", tokens="bytes", seq=32))
 
 
 def raise_error(error, *_, **__):
@@ -4123,6 +4131,12 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
     assert [line for line in text.splitlines() if " - " in line and line in table] != []
     assert_refused(program(train, *again, "--warmup", 1), "--warmup 1.0 differs from")
     assert content("runs") == before
+    # A text that grew is told as such, though --epochs has become another number of steps.
+    argv = [*SMALL[:10], *SMALL[12:], "--epochs", 1, "--stop_at", 1, "--seeds", "1,2", "--out", "epochs"]
+    assert program(train, *argv)[0] == 0
+    with open("text.txt", "a") as f:
+        f.write("more" * 999)
+    assert_refused(program(train, *argv), "is not the data of this run")
     # Runs that end at another rate have tables of their own.
     code, text, err = program(train, *SMALL, "--steps", 1, "--min_lr", "0,1e-4", "--out", "ends")
     assert (code, err, text.count("#### Every run"), "note: no table" in text) == (0, "", 2, False)
@@ -4382,6 +4396,9 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("--seeds 'x' must be whole numbers", NEW, "--seeds 1,x"),
     ("from 0 to 2^32 - 1", NEW, "--seeds 4294967296"),
     ("must be whole numbers", NEW, "--seeds \u0663"),
+    ("--seeds '01' must be whole numbers", NEW, "--seeds 1,01"),
+    ("--data '' names no text", NEW, "--data="),
+    ("--steps 1000000000000 must be at least 1, at most 10^9", NEW, "--steps 1000000000000"),
     ("--seeds must not repeat an entry", NEW, "--seeds 1,2,1"),
     ("--lr must not repeat an entry", NEW, "--lr 1e-3,0.001"),
     ("impossible schedule: --lr 0.0", NEW, "--lr 0"),
@@ -4392,8 +4409,9 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("invalid choice: 'linear'", NEW, "--schedule linear"),
     ("unknown device 'tpu'", NEW, "--device tpu"),
     ("no cuda:99 device is available", NEW, "--device cuda:99"),
-    ("--batch 100000000000 must be at most 16777216", NEW, "--batch 100000000000"),
+    ("--batch 100000000 must be at most 16777216", NEW, "--batch 100000000"),
     ("--out run exists", NEW, "--out run"),
+    ("--out cache exists: name another folder (--out cache --resume cache begins there)", NEW, "--out cache"),
     ("--out run exists", NEW, "--out run --seeds 1,2"),
     ("cannot make the run folder", NEW, "--out text.txt/run"),
     ("--out '' names no folder", NEW, "--out="),

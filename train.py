@@ -27,6 +27,7 @@ import select
 import shlex
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -144,9 +145,9 @@ def parse_flags():
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
     given |= {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume", "init_from") if k in given}
-    for key in ("out", "resume", "init_from"):
+    for key in ("data", "out", "resume", "init_from"):
         if given.get(key) == "":
-            raise InputError(f"--{key} '' names no folder")
+            raise InputError(f"--{key} '' names no {'text' if key == 'data' else 'folder'}")
     if {"out", "resume"} <= given.keys() and os.path.realpath(given["out"]) == os.path.realpath(given["resume"]):
         given["resume"] = given["out"]  # one folder under two names
     return given
@@ -204,9 +205,9 @@ def check(s):
     """The settings of one run, if they are possible. Raises InputError."""
     for f in dataclasses.fields(s):
         value = getattr(s, f.name)
-        if f.metadata["type"] is int and value is not None and value < 1:
-            raise InputError(f"--{f.name} {value} must be at least 1")
-    if not (s.seeds.isascii() and s.seeds.isdecimal()) or int(s.seeds) >= 2**32:
+        if f.metadata["type"] is int and value is not None and not 1 <= value <= 10**9:
+            raise InputError(f"--{f.name} {value} must be at least 1, at most 10^9")
+    if not re.fullmatch("0|[1-9][0-9]{0,9}", s.seeds) or int(s.seeds) >= 2**32:  # 01 would be another name for 1
         raise InputError(f"--seeds {s.seeds!r} must be whole numbers from 0 to 2^32 - 1")
     if not (0 < s.lr < math.inf and 0 <= s.min_lr <= s.lr and 0 <= s.warmup < math.inf):
         raise InputError(f"impossible schedule: --lr {s.lr} --min_lr {s.min_lr} --warmup {s.warmup}")
@@ -339,6 +340,13 @@ def autocast(s, device):
     return torch.autocast(device.type, torch.bfloat16, enabled=s.dtype == "bfloat16")
 
 
+def read_windows(corpus, split, s, index, device):
+    """data.get_windows on a device, of a file that is still what it was: a page cut from it would end the process."""
+    with rank_in_errors():
+        corpus.check_unchanged()
+    return (x.to(device) for x in data.get_windows(corpus.split(split), s.seq, index))
+
+
 @torch.no_grad()
 def evaluate(model, corpus, split, s, device, count=None):
     """(loss in nats per token, number of tokens) of `count` evenly spread windows of a split, or of all of them, with a
@@ -349,7 +357,7 @@ def evaluate(model, corpus, split, s, device, count=None):
     mine = index[rank::world]
     hidden = True if count or rank else None  # None: on a terminal alone
     for i in data.progress(range(0, len(mine), s.micro), f"whole {split} split", unit="batch", disable=hidden):
-        x, y = (z.to(device) for z in data.get_windows(corpus.split(split), s.seq, mine[i : i + s.micro]))
+        x, y = read_windows(corpus, split, s, mine[i : i + s.micro], device)
         with autocast(s, device):
             nats += model(x, y)[1].item() * y.numel()
     model.train()
@@ -524,14 +532,14 @@ class Run:
     def update(self):
         """One step of the optimizer. Returns numbers for the log, the gradient norm of each layer, and whether to stop."""
         s, model, local = self.s, self.model, self.s.batch // world
-        lr, tokens = learning_rate(self.step, s), self.corpus.split("train")
+        lr, windows = learning_rate(self.step, s), data.num_windows(self.corpus.split("train"), s.seq)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        order = data.train_index(data.num_windows(tokens, s.seq), int(s.seeds), self.step, s.batch)
+        order = data.train_index(windows, int(s.seeds), self.step, s.batch)
         index = order[rank * local : (rank + 1) * local]
         nats = 0.0
         for i in range(0, local, s.micro):
-            x, y = (z.to(self.device) for z in data.get_windows(tokens, s.seq, index[i : i + s.micro]))
+            x, y = read_windows(self.corpus, "train", s, index[i : i + s.micro], self.device)
             with self.network.no_sync() if world > 1 and i + s.micro < local else contextlib.nullcontext():
                 with autocast(s, self.device):
                     loss = self.network(x, y)[1]
@@ -701,7 +709,8 @@ def check_out(given, several):
     out = given.get("out", "runs")
     base = Path(out)
     if "out" in given and "resume" not in given and base.exists() and (not several or holds_run(base)):
-        raise InputError(f"--out {out} exists: name another folder (a stopped run goes on with --resume alone)")
+        how = "a stopped run goes on with --resume alone" if holds_run(base) else f"--out {out} --resume {out} begins there"
+        raise InputError(f"--out {out} exists: name another folder ({how})")
     above = next(p for p in (base, *base.absolute().parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise InputError(f"cannot make the run folder {out}: {above} is no folder that can be written")
@@ -741,6 +750,8 @@ def load_data(s, checkpoint=None):
     broadcast_from_rank0(lambda: data.codec(data.load(s.data, s.seq, **how).vocab_size) and None)
     with rank_in_errors():
         corpus = data.load(s.data, s.seq, **how)
+        if world > 1 and corpus.sha256 != broadcast_from_rank0(lambda: corpus.sha256):
+            raise InputError(f"{corpus.path} is another text here than on rank 0")
     if checkpoint:
         now, was = broadcast_from_rank0(corpus.summary), checkpoint["meta"]["data"]
         if (now["size"], now["sha256"]) != (was["size"], was["sha256"]):
@@ -833,6 +844,9 @@ def prepare(runs, device):
 
 def run(given, device):
     """Goes on with a run, or begins one for each combination of the lists."""
+    with rank_in_errors():
+        if given != broadcast_from_rank0(lambda: given):
+            raise InputError("the flags are others here than on rank 0")
     if "init_from" in given:
         with rank_in_errors():
             origin = sample.read_checkpoint(given["init_from"])
@@ -861,7 +875,8 @@ def run(given, device):
         again = "the same command" if named and several else None  # None: that of the run alone
     jobs = []  # of a sweep that may have begun: flags that begin each of its runs, or go on with it
     for s, folder in zip(runs, folders) if named and several else ():
-        course = {k: v for k, v in dataclasses.asdict(s).items() if k in given or k not in MAY_CHANGE}
+        by_epochs = {"steps", "eval_every"} if s.epochs else set()  # they follow from the text, which is compared
+        course = {k: v for k, v in dataclasses.asdict(s).items() if k in given or k not in MAY_CHANGE | by_epochs}
         jobs.append(course | {"out": str(folder), "resume": str(folder)})
         with contextlib.ExitStack() as stack:
             find_run(jobs[-1], stack)
@@ -905,10 +920,14 @@ def main():
             raise InputError("--max-restarts needs --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
         with rank_in_errors():
             device = sample.pick_device(f"cuda:{local_rank}" if device.type == "cuda" else "cpu")
+            waiting = threading.Timer(10, data.note, [f"rank {rank} waits until all {world} have started"])
+            waiting.start()
             try:  # the timeout is that of a download
                 dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
             except (RuntimeError, ValueError) as e:
                 raise InputError(f"the ranks cannot be connected ({one_line(e)})") from None
+            finally:
+                waiting.cancel()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
