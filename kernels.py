@@ -99,35 +99,42 @@ def _pick(backend, *tensors, more=()):
     return backend, dtype
 
 
+def _shapes(text):
+    """The shapes "q: B H T N 2; S: B H N N 2" for `_check`, read once: of each tensor its name, and of each axis its letter,
+    whether it may be 1 instead ("C|1"), and whether it must not be empty."""
+    entries = (entry.split(": ") for entry in text.split("; "))
+    return [(name, [(x.removesuffix("|1"), x.endswith("|1"), x in "TNd") for x in axes.split()]) for name, axes in entries]
+
+
 def _check(shapes, *tensors, **sizes):
-    """The sizes of the letters of "q: B H T N 2; S: B H N N 2", in their order. ValueError unless each tensor that is given
-    has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the first. "C|1"
-    stands for C or 1; sizes that are known already come by name."""
-    for entry, x in zip(shapes.split("; "), tensors, strict=True):
+    """The sizes of the letters of `_shapes`, in their order. ValueError unless each tensor that is given has its shape, with
+    at least one step T and one coordinate N or d, a float dtype, and the device of the first. Sizes that are known already
+    come by name."""
+    sizes, device = {"2": 2, **sizes}, None
+    for (name, axes), x in zip(shapes, tensors, strict=True):
         if x is None:
             continue
-        name, axes = entry.split(": ")
-        axes = axes.split()
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}; expected a tensor")
         if not x.is_floating_point():
             pairs = f"real pairs: torch.view_as_real({name})" if x.is_complex() else "a float dtype"
             raise ValueError(f"{name} is {x.dtype}; expected {pairs}")
         fits = x.dim() == len(axes)
-        for axis, n in zip(axes, x.shape):
-            if not (axis.endswith("|1") and n == 1):
-                axis = axis.removesuffix("|1")
-                size = int(axis) if axis.isdigit() else sizes.setdefault(axis, n)
-                fits = fits and n == size and (n > 0 or axis not in "TNd")
+        for (axis, or_one, not_empty), n in zip(axes, x.shape):
+            if not (or_one and n == 1):
+                fits = fits and n == sizes.setdefault(axis, n) and (n > 0 or not not_empty)
         if not fits:
-            given = ", ".join(f"{axis} = {n}" for axis, n in sizes.items() if n and axis in axes)
-            least = " and ".join(axis for axis in dict.fromkeys(axes) if axis in "TNd")
+            known = dict.fromkeys(axis for axis, _, _ in axes if axis != "2")
+            given = ", ".join(f"{axis} = {sizes[axis]}" for axis in known if sizes.get(axis))
+            least = " and ".join(axis for axis in known if axis in "TNd")
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected ({', '.join(axes)})"
+                f"{name} has shape {tuple(x.shape)}; expected ({', '.join(a + '|1' * b for a, b, _ in axes)})"
                 f"{f' with {given}' if given else ''}{f', {least} > 0' if least else ''}"
             )
-        if x.device != tensors[0].device:
-            raise ValueError(f"inputs on several devices: {name} is on {x.device}, expected {tensors[0].device}")
+        device = device or x.device
+        if x.device != device:
+            raise ValueError(f"inputs on several devices: {name} is on {x.device}, expected {device}")
+    del sizes["2"]
     return tuple(sizes.values())
 
 
@@ -136,7 +143,7 @@ def _compute_dtype(*tensors):
 
 
 def _in_dtype(dtype, *tensors):
-    return tuple(None if x is None else x.to(dtype) for x in tensors)
+    return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors)
 
 
 # complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                               (QS eq. 2)
@@ -161,6 +168,10 @@ def complex_scan_reference(log_decay, theta, b, h0=None):
     return (h_all, h) if theta is None else (torch.view_as_real(h_all), torch.view_as_real(h))
 
 
+_COMPLEX_SCAN = _shapes("b: B T C 2; theta: B T C; log_decay: B T C|1; h0: B C 2")
+_REAL_SCAN = _shapes("b: B T C; theta: B T C; log_decay: B T C|1; h0: B C")
+
+
 def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     """Complex (or real) diagonal linear recurrence h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t, QS eq. 2.
 
@@ -178,23 +189,29 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend, or one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
-    pair, tensors = "" if theta is None else " 2", (b, theta, log_decay, h0)
-    B, T, C = _check(f"b: B T C{pair}; theta: B T C; log_decay: B T C|1; h0: B C{pair}", *tensors)
+    tensors = b, theta, log_decay, h0
+    _check(_REAL_SCAN if theta is None else _COMPLEX_SCAN, *tensors)
     if method == "clamped":
         _expect_one_of("backend", backend, None, *BACKENDS)
         if theta is None:
             raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
         return complex_scan_clamped(log_decay, theta, b, h0)
-    backend, dtype = _pick(backend, *tensors)
+    return _complex_scan_by(*_pick(backend, *tensors), log_decay, theta, b, h0)
+
+
+def _complex_scan_by(backend, dtype, log_decay, theta, b, h0):
     if backend == "reference":
         return _in_dtype(dtype, *complex_scan_reference(log_decay, theta, b, h0))
-    h0 = b.new_zeros(B, *b.shape[2:], dtype=dtype) if h0 is None else h0.to(dtype)
+    h0 = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0.to(dtype)
     if backend == "triton":
-        h = _triton_scan(log_decay.expand(B, T, C), theta, None, None, b, h0, b.dtype)
+        h = _triton_scan(log_decay.expand(b.shape[:3]), theta, None, None, b, h0, b.dtype)
     else:
         log_decay, theta, b = _in_dtype(dtype, log_decay, theta, b)
-        h, _ = _complex_scan(log_decay.expand(B, T, C), theta, b, h0)
+        h, _ = _complex_scan(log_decay.expand(b.shape[:3]), theta, b, h0)
     return h, h[:, -1].clone()  # a view would keep all of h alive
+
+
+_CAYLEY_SCAN = _shapes("delta: B T H N; dt: B T H; gate: B T H N; omega: H N; b: B T H N 2; h0: B H N 2")
 
 
 def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None):
@@ -212,9 +229,9 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     Raises:
         ValueError: as complex_scan.
     """
+    _expect_one_of("method", method, "exact", "clamped")
     tensors = delta, dt, gate, omega, b, h0
-    shapes = "delta: B T H N; dt: B T H; gate: B T H N; omega: H N; b: B T H N 2; h0: B H N 2"
-    B, T, H, N = _check(shapes, *tensors)
+    B, T, H, N = _check(_CAYLEY_SCAN, *tensors)
     backend, dtype = _pick(backend, *tensors)
     if method == "exact" and backend == "triton":
         h0 = b.new_zeros(B, H, N, 2, dtype=dtype) if h0 is None else h0.to(dtype)
@@ -228,8 +245,8 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     # this angle.
     theta = (2 * phi.atan()).flatten(2)
     log_decay = b.new_zeros(B, T, 1, dtype=exact) if gate is None else F.logsigmoid(gate).flatten(2)  # Algorithm 1, line 2
-    h0 = None if h0 is None else h0.flatten(1, 2)
-    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), h0, method, backend)
+    inputs = log_decay, theta, b.flatten(2, 3), None if h0 is None else h0.flatten(1, 2)
+    h, last = complex_scan_clamped(*inputs) if method == "clamped" else _complex_scan_by(backend, dtype, *inputs)
     return _in_dtype(dtype, h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
 
 
@@ -250,6 +267,9 @@ def selective_scan_reference(u, dt, A, B, C, h0=None):
     return torch.stack(ys, 1), h
 
 
+_SELECTIVE_SCAN = _shapes("u: B T E; dt: B T E; A: E N; B: B T N; C: B T N; h0: B E N")
+
+
 def selective_scan(u, dt, A, B, C, h0=None, backend=None):
     """Mamba's selective state-space recurrence: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t, y_t = C_t . h_t.
 
@@ -264,7 +284,7 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
         ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown backend, or one that cannot run here.
     """
     tensors = u, dt, A, B, C, h0
-    batch, T, E, N = _check("u: B T E; dt: B T E; A: E N; B: B T N; C: B T N; h0: B E N", *tensors)
+    batch, T, E, N = _check(_SELECTIVE_SCAN, *tensors)
     backend, dtype = _pick(backend, *tensors)
     if backend == "reference":
         y, hT = selective_scan_reference(*tensors)
@@ -312,6 +332,10 @@ def born_attention_reference(q, k, v, S=None):
     return s / (total + BORN_FLOOR * mass + TINY)[..., None, None]  # line 2, eq. 5
 
 
+_BORN_ATTENTION = _shapes("q: B H T N 2; k: B H T N 2; v: B H T N 2")
+_BORN_STATE = _shapes("k of the state: B H n N 2; v of the state: B H n N 2; S of the state: B H N^2 2N+1")
+
+
 def born_attention(q, k, v, state=None, method="auto", backend=None):
     """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
 
@@ -339,7 +363,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
             for float64, or for CPU tensors (but in its interpreter).
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
-    B, H, T, N = _check("q: B H T N 2; k: B H T N 2; v: B H T N 2", q, k, v)
+    B, H, T, N = _check(_BORN_ATTENTION, q, k, v)
     backend, dtype = _pick(backend, q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
@@ -366,8 +390,7 @@ def _check_born_state(state, k):
         given = sum(x is not None for x in state)
         raise ValueError(f"state has {given} parts; expected (S or None, k, v) from an earlier call")
     B, H, _, N, _ = k.shape
-    shapes = "k of the state: B H n N 2; v of the state: B H n N 2; S of the state: B H N^2 2N+1"
-    _check(shapes, state[1], state[2], state[0], B=B, H=H, N=N, **{"N^2": N * N, "2N+1": 2 * N + 1})
+    _check(_BORN_STATE, state[1], state[2], state[0], B=B, H=H, N=N, **{"N^2": N * N, "2N+1": 2 * N + 1})
     for x in state:
         if x is not None and (x.dtype, x.device) != (k.dtype, k.device):
             raise ValueError(f"the state is {x.dtype} on {x.device}; expected {k.dtype} on {k.device}, to go with q")
@@ -403,6 +426,10 @@ def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
     return (y, S) if real else (torch.view_as_real(y), torch.view_as_real(S))
 
 
+_PHASE_MEMORY = _shapes("q: B H T d 2; k: B H T d 2; v: B H T d 2; log_gamma: B H T; state: B H d d 2")
+_REAL_MEMORY = _shapes("q: B H T d; k: B H T d; v: B H T d; log_gamma: B H T; state: B H d d")
+
+
 def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
     """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, PAM eq. 6, and y_t = S_t q_t, which eq. 7
     writes as a sum over the past. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
@@ -424,9 +451,8 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown backend, T > 1 for "step"; "triton" without
             Triton, for float64, or for CPU tensors (but in its interpreter).
     """
-    tensors, pair = (q, k, v, log_gamma, state), "" if real else " 2"
-    qkv = "; ".join(f"{name}: B H T d{pair}" for name in "qkv")
-    B, H, T, d = _check(f"{qkv}; log_gamma: B H T; state: B H d d{pair}", *tensors)
+    tensors = q, k, v, log_gamma, state
+    B, H, T, d = _check(_REAL_MEMORY if real else _PHASE_MEMORY, *tensors)
     if backend is None and T == 1 and check_backend() is None:
         backend = "step"
     backend, dtype = _pick(backend, *tensors, more=("dual", "step"))
@@ -901,6 +927,8 @@ def born_fold(state):
     """Folds the whole chunks among a state's newest tokens into S. Afterwards fewer than 64 tokens are left."""
     S, k, v = state
     full = k.shape[2] // BORN_CHUNK * BORN_CHUNK
+    if not full:
+        return S, k, v
     with torch.autocast(k.device.type, enabled=False):
         for chunk in _slices(full, BORN_CHUNK):
             u = F.pad(v[:, :, chunk].flatten(-2), (0, 1), value=1.0)
