@@ -39,7 +39,8 @@ backend="reference". PyTorch's softmax attention, in some models, needs sdpa_ker
 
 backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is float64, else
             "torch". "triton", "torch" and "reference" (float64 inside, in the same dtypes outside) force one; so does the
-            environment variable NANOHILBERT_BACKEND for every call that does not say.
+            environment variable NANOHILBERT_BACKEND for every call that does not say. "triton" refuses float64, and CPU
+            tensors but in its interpreter (TRITON_INTERPRET=1).
 
     python kernels.py    checks every operation on the present device against its reference
 """
@@ -50,6 +51,7 @@ import os
 import re
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -81,8 +83,8 @@ def _expect_one_of(name, value, *known):
 
 
 def _pick(backend, *tensors, more=()):
-    """The backend for these inputs: as told (`more` may be, too), as the environment says, or by device and dtype. And the
-    dtype of states and sums."""
+    """The backend for these inputs: as told (`more` are known too), as the environment says, or by device and dtype.
+    And the dtype of states and sums."""
     _expect_one_of("backend", backend, None, *BACKENDS, *more)
     backend, dtype = backend or check_backend(), _compute_dtype(*tensors)
     if backend is None:
@@ -99,19 +101,28 @@ def _pick(backend, *tensors, more=()):
     return backend, dtype
 
 
-def _shapes(text):
-    """The shapes "q: B H T N 2; S: B H N N 2" for `_check`, read once: of each tensor its name, and of each axis its letter,
-    whether it may be 1 instead ("C|1"), and whether it must not be empty."""
-    entries = (entry.split(": ") for entry in text.split("; "))
-    return [(name, [(x.removesuffix("|1"), x.endswith("|1"), x in "TNd") for x in axes.split()]) for name, axes in entries]
+SHAPES = {  # "C|1" stands for C or 1
+    "complex_scan": "b: B T C 2; theta: B T C; log_decay: B T C|1; h0: B C 2",
+    "real_scan": "b: B T C; theta: B T C; log_decay: B T C|1; h0: B C",
+    "cayley_scan": "delta: B T H N; dt: B T H; gate: B T H N; omega: H N; b: B T H N 2; h0: B H N 2",
+    "selective_scan": "u: B T E; dt: B T E; A: E N; B: B T N; C: B T N; h0: B E N",
+    "born_attention": "q: B H T N 2; k: B H T N 2; v: B H T N 2",
+    "born_state": "k of the state: B H n N 2; v of the state: B H n N 2; S of the state: B H N^2 2N+1",
+    "phase_memory": "q: B H T d 2; k: B H T d 2; v: B H T d 2; log_gamma: B H T; state: B H d d 2",
+    "real_memory": "q: B H T d; k: B H T d; v: B H T d; log_gamma: B H T; state: B H d d",
+}
+_AXES = {  # read once: (name, [["B"], ["T"], ["C", "1"]]) of each tensor
+    function: [(x.split(": ")[0], [axis.split("|") for axis in x.split(": ")[1].split()]) for x in shapes.split("; ")]
+    for function, shapes in SHAPES.items()
+}
 
 
-def _check(shapes, *tensors, **sizes):
-    """The sizes of the letters of `_shapes`, in their order. ValueError unless each tensor that is given has its shape, with
-    at least one step T and one coordinate N or d, a float dtype, and the device of the first. Sizes that are known already
-    come by name."""
+def _check(function, *tensors, **sizes):
+    """The sizes of the letters of the function's SHAPES, in their order. ValueError unless each tensor that is given
+    has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the first.
+    Sizes that are known already come by name."""
     sizes, device = {"2": 2, **sizes}, None
-    for (name, axes), x in zip(shapes, tensors, strict=True):
+    for (name, axes), x in zip(_AXES[function], tensors, strict=True):
         if x is None:
             continue
         if not isinstance(x, Tensor):
@@ -120,15 +131,15 @@ def _check(shapes, *tensors, **sizes):
             pairs = f"real pairs: torch.view_as_real({name})" if x.is_complex() else "a float dtype"
             raise ValueError(f"{name} is {x.dtype}; expected {pairs}")
         fits = x.dim() == len(axes)
-        for (axis, or_one, not_empty), n in zip(axes, x.shape):
+        for (axis, *or_one), n in zip(axes, x.shape):
             if not (or_one and n == 1):
-                fits = fits and n == sizes.setdefault(axis, n) and (n > 0 or not not_empty)
+                fits = fits and n == sizes.setdefault(axis, n) and (n > 0 or axis not in "TNd")
         if not fits:
-            known = dict.fromkeys(axis for axis, _, _ in axes if axis != "2")
-            given = ", ".join(f"{axis} = {sizes[axis]}" for axis in known if sizes.get(axis))
-            least = " and ".join(axis for axis in known if axis in "TNd")
+            letters = dict.fromkeys(axis for axis, *_ in axes if axis != "2")
+            given = ", ".join(f"{axis} = {sizes[axis]}" for axis in letters if sizes.get(axis))
+            least = " and ".join(axis for axis in letters if axis in "TNd")
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected ({', '.join(a + '|1' * b for a, b, _ in axes)})"
+                f"{name} has shape {tuple(x.shape)}; expected ({', '.join(map('|'.join, axes))})"
                 f"{f' with {given}' if given else ''}{f', {least} > 0' if least else ''}"
             )
         device = device or x.device
@@ -168,10 +179,6 @@ def complex_scan_reference(log_decay, theta, b, h0=None):
     return (h_all, h) if theta is None else (torch.view_as_real(h_all), torch.view_as_real(h))
 
 
-_COMPLEX_SCAN = _shapes("b: B T C 2; theta: B T C; log_decay: B T C|1; h0: B C 2")
-_REAL_SCAN = _shapes("b: B T C; theta: B T C; log_decay: B T C|1; h0: B C")
-
-
 def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     """Complex (or real) diagonal linear recurrence h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t, QS eq. 2.
 
@@ -186,11 +193,11 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     Returns:
         (h, hT): every state, in b's shape, and the last one; float32 (float64 if an input is).
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend, or one that cannot run here.
+        ValueError: shapes, dtypes or devices that do not fit; an unknown method or backend; one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
     tensors = b, theta, log_decay, h0
-    _check(_REAL_SCAN if theta is None else _COMPLEX_SCAN, *tensors)
+    _check("real_scan" if theta is None else "complex_scan", *tensors)
     if method == "clamped":
         _expect_one_of("backend", backend, None, *BACKENDS)
         if theta is None:
@@ -211,9 +218,6 @@ def _complex_scan_by(backend, dtype, log_decay, theta, b, h0):
     return h, h[:, -1].clone()  # a view would keep all of h alive
 
 
-_CAYLEY_SCAN = _shapes("delta: B T H N; dt: B T H; gate: B T H N; omega: H N; b: B T H N 2; h0: B H N 2")
-
-
 def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None):
     """complex_scan with H-Mamba's transition: log_decay = log sigmoid(gate) and theta = 2 atan(phi) with
     phi = dt / 2 (delta + omega); QS Algorithm 1, eqs. 2 and 3. On a GPU the transition never reaches memory, and views of one
@@ -231,7 +235,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     """
     _expect_one_of("method", method, "exact", "clamped")
     tensors = delta, dt, gate, omega, b, h0
-    B, T, H, N = _check(_CAYLEY_SCAN, *tensors)
+    B, T, H, N = _check("cayley_scan", *tensors)
     backend, dtype = _pick(backend, *tensors)
     if method == "exact" and backend == "triton":
         h0 = b.new_zeros(B, H, N, 2, dtype=dtype) if h0 is None else h0.to(dtype)
@@ -267,9 +271,6 @@ def selective_scan_reference(u, dt, A, B, C, h0=None):
     return torch.stack(ys, 1), h
 
 
-_SELECTIVE_SCAN = _shapes("u: B T E; dt: B T E; A: E N; B: B T N; C: B T N; h0: B E N")
-
-
 def selective_scan(u, dt, A, B, C, h0=None, backend=None):
     """Mamba's selective state-space recurrence: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t, y_t = C_t . h_t.
 
@@ -281,10 +282,10 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
     Returns:
         (y, hT): y (B, T, E) in u's dtype, without the skip D u; hT (B, E, N) in float32 (float64 if an input is).
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown backend, or one that cannot run here.
+        ValueError: as complex_scan.
     """
     tensors = u, dt, A, B, C, h0
-    batch, T, E, N = _check(_SELECTIVE_SCAN, *tensors)
+    batch, T, E, N = _check("selective_scan", *tensors)
     backend, dtype = _pick(backend, *tensors)
     if backend == "reference":
         y, hT = selective_scan_reference(*tensors)
@@ -332,10 +333,6 @@ def born_attention_reference(q, k, v, S=None):
     return s / (total + BORN_FLOOR * mass + TINY)[..., None, None]  # line 2, eq. 5
 
 
-_BORN_ATTENTION = _shapes("q: B H T N 2; k: B H T N 2; v: B H T N 2")
-_BORN_STATE = _shapes("k of the state: B H n N 2; v of the state: B H n N 2; S of the state: B H N^2 2N+1")
-
-
 def born_attention(q, k, v, state=None, method="auto", backend=None):
     """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
 
@@ -354,16 +351,15 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
         The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
         tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
-        drops the state, does not pay for it.
+        drops the state, does not pay for it. While no chunk is folded, S is the tensor that came in.
         S is a plain float32 sum: its rounding grows with the past. Where many equal keys are nearly orthogonal to a query
         (seen from 65,536 tokens on) it may outweigh what is left of the sum. A weight that it makes negative counts as 0,
         but o is then rounding over floor, and not bounded by v.
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown method or backend; "triton" without Triton,
-            for float64, or for CPU tensors (but in its interpreter).
+        ValueError: as complex_scan.
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
-    B, H, T, N = _check(_BORN_ATTENTION, q, k, v)
+    B, H, T, N = _check("born_attention", q, k, v)
     backend, dtype = _pick(backend, q, k, v)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
@@ -390,7 +386,7 @@ def _check_born_state(state, k):
         given = sum(x is not None for x in state)
         raise ValueError(f"state has {given} parts; expected (S or None, k, v) from an earlier call")
     B, H, _, N, _ = k.shape
-    _check(_BORN_STATE, state[1], state[2], state[0], B=B, H=H, N=N, **{"N^2": N * N, "2N+1": 2 * N + 1})
+    _check("born_state", state[1], state[2], state[0], B=B, H=H, N=N, **{"N^2": N * N, "2N+1": 2 * N + 1})
     for x in state:
         if x is not None and (x.dtype, x.device) != (k.dtype, k.device):
             raise ValueError(f"the state is {x.dtype} on {x.device}; expected {k.dtype} on {k.device}, to go with q")
@@ -426,10 +422,6 @@ def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
     return (y, S) if real else (torch.view_as_real(y), torch.view_as_real(S))
 
 
-_PHASE_MEMORY = _shapes("q: B H T d 2; k: B H T d 2; v: B H T d 2; log_gamma: B H T; state: B H d d 2")
-_REAL_MEMORY = _shapes("q: B H T d; k: B H T d; v: B H T d; log_gamma: B H T; state: B H d d")
-
-
 def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
     """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, PAM eq. 6, and y_t = S_t q_t, which eq. 7
     writes as a sum over the past. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
@@ -448,11 +440,10 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
     Returns:
         (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, T = 0, an unknown backend, T > 1 for "step"; "triton" without
-            Triton, for float64, or for CPU tensors (but in its interpreter).
+        ValueError: as complex_scan; T > 1 for "step".
     """
     tensors = q, k, v, log_gamma, state
-    B, H, T, d = _check(_REAL_MEMORY if real else _PHASE_MEMORY, *tensors)
+    B, H, T, d = _check("real_memory" if real else "phase_memory", *tensors)
     if backend is None and T == 1 and check_backend() is None:
         backend = "step"
     backend, dtype = _pick(backend, *tensors, more=("dual", "step"))
@@ -523,14 +514,13 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
     gradient.register_autograd(_refuse)
 
     def call(*inputs):
-        if torch.compiler.is_compiling():
-            if forward_ad._current_level >= 0:  # what is traced shows no tangent; and the graph would drop it
-                _refuse()
-        elif torch._C._are_functorch_transforms_active():
-            if any(str(x.key()) != "TransformType.Vmap" for x in torch._C._functorch.get_interpreter_stack()):
-                _refuse()
-        elif forward_ad._current_level >= 0:  # else nothing has a tangent
-            if any(forward_ad.unpack_dual(x).tangent is not None for x in inputs if isinstance(x, Tensor)):
+        compiling = torch.compiler.is_compiling()
+        vmapped = not compiling and torch._C._are_functorch_transforms_active()
+        if vmapped and any(str(x.key()) != "TransformType.Vmap" for x in torch._C._functorch.get_interpreter_stack()):
+            _refuse()
+        if forward_ad._current_level >= 0:  # what is traced or vmapped shows no tangent
+            tensors = (x for x in inputs if isinstance(x, Tensor))
+            if compiling or vmapped or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
                 _refuse()
         return operator(*inputs)
 
@@ -551,9 +541,19 @@ def _empty_like(*tensors):
     return tuple(given.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
 
 
+def _full_precision(x):
+    """No autocast on the device of x ("meta" knows none)."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def _slices(n, size):
     """0 ... n in pieces of at most `size`."""
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _groups(n, numbers, device):
+    """0 ... n in pieces to work on together: on a CPU what stays in cache, at so many numbers each; elsewhere all."""
+    return _slices(n, max(1, 2**17 // max(1, numbers) if device.type == "cpu" else n))
 
 
 def _times_i(x):
@@ -704,12 +704,6 @@ _complex_scan = _operator(
 SELECTIVE_CHUNK = 16
 
 
-def _row_groups(u, A):
-    """Batch rows worked on together: on a CPU as many as keep one chunk of states in cache, elsewhere all of them."""
-    rows = max(1, 2**17 // (SELECTIVE_CHUNK * max(1, A.numel()))) if u.device.type == "cpu" else max(1, len(u))
-    return _slices(len(u), rows)
-
-
 def _chunk_states(u, dt, A, B, h):
     """States of one chunk from the state before it. u, dt (L, B, E), B (L, B, N), h (B, E, N).
 
@@ -731,7 +725,7 @@ def _selective_forward(u, dt, A, B, C, h0, use_triton):
     if use_triton:
         _selective_forward_triton(u, dt, A, B, C, h0, y, hT, starts)
         return y, hT, starts
-    for rows in _row_groups(u, A):
+    for rows in _groups(len(u), SELECTIVE_CHUNK * A.numel(), u.device):
         u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (u, dt, B, C))  # time-major
         h = h0[rows]
         for start, s in zip(starts, _slices(u.shape[1], SELECTIVE_CHUNK)):
@@ -748,7 +742,7 @@ def _selective_backward(grad_y, grad_hT, u, dt, A, B, C, starts, use_triton):
         return _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts)
     grad_u, grad_dt, grad_A, grad_B, grad_C, grad_h0 = _empty_like(u, dt, A, B, C, starts[0])
     grad_A.zero_()
-    for rows in _row_groups(u, A):
+    for rows in _groups(len(u), SELECTIVE_CHUNK * A.numel(), u.device):
         gy_r, u_r, dt_r, B_r, C_r = (x[rows].transpose(0, 1).contiguous() for x in (grad_y, u, dt, B, C))
         g = grad_hT[rows]  # what flows back into the last state of the chunk
         for start, s in reversed(list(zip(starts, _slices(u.shape[1], SELECTIVE_CHUNK)))):
@@ -866,7 +860,7 @@ def _born_sum_like(q, k, u, S, linear):
 
 def _born_sum_forward(q, k, u, S, linear):
     s, states = _born_sum_like(q, k, u, S, linear)
-    with torch.autocast(q.device.type, enabled=False):
+    with _full_precision(q):
         for i, (queries, keys) in enumerate(_born_chunks(q, k)):
             # The forms differ in how much of the past is seen as keys; what came before those is in S.
             seen = keys if linear else slice(0, keys.stop)
@@ -882,7 +876,7 @@ def _born_sum_forward(q, k, u, S, linear):
 def _born_sum_backward(grad, q, k, u, S, states, linear):
     grad_q, grad_k, grad_u = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(u)
     grad_S = q.new_zeros(len(q), q.shape[2] ** 2 // 4, u.shape[2])
-    with torch.autocast(q.device.type, enabled=False):
+    with _full_precision(q):
         for i, (queries, keys) in reversed(list(enumerate(_born_chunks(q, k)))):
             seen = keys if linear else slice(0, keys.stop)
             q_i, k_i, u_i, g = q[:, queries], k[:, seen], u[:, seen], grad[:, queries]
@@ -929,7 +923,7 @@ def born_fold(state):
     full = k.shape[2] // BORN_CHUNK * BORN_CHUNK
     if not full:
         return S, k, v
-    with torch.autocast(k.device.type, enabled=False):
+    with _full_precision(k):
         for chunk in _slices(full, BORN_CHUNK):
             u = F.pad(v[:, :, chunk].flatten(-2), (0, 1), value=1.0)
             part = _features(k[:, :, chunk].flatten(-2)).mT @ u
@@ -977,12 +971,6 @@ def _weigh(scores, E, real):
     return scores * E if real else (scores.unflatten(-1, (-1, 2)) * E.unsqueeze(-1)).flatten(-2)
 
 
-def _phase_groups(q):
-    """The chunks worked on together: on a CPU as many as keep their scores in cache, elsewhere all."""
-    G, n, c, _ = q.shape
-    return _slices(n, max(1, 2**17 // max(1, G * c * c)) if q.device.type == "cpu" else n)
-
-
 def _phase_like(q, k, v, log_gamma, M, real):
     return *_empty_like(v, M), M.new_empty(q.shape[1], *M.shape)
 
@@ -990,8 +978,8 @@ def _phase_like(q, k, v, log_gamma, M, real):
 def _phase_forward(q, k, v, log_gamma, M, real):
     """q, k, v (G, chunks, c, d or 2d), log_gamma (G, chunks, c), M (G, d, d or 2d): y, last M, M before each chunk."""
     y, _, starts = _phase_like(q, k, v, log_gamma, M, real)
-    with torch.autocast(q.device.type, enabled=False):
-        for part in _phase_groups(q):
+    with _full_precision(q):
+        for part in _groups(q.shape[1], len(q) * q.shape[2] ** 2, q.device):
             q_, k_, v_, E = q[:, part], k[:, part], v[:, part], _decays(log_gamma[:, part])
             added = _outer(k_ * E[..., -1, 1:].unsqueeze(-1), v_, real)
             for start, whole, new in zip(starts[part], E[..., -1, 0].unbind(1), added.unbind(1)):
@@ -1005,8 +993,8 @@ def _phase_forward(q, k, v, log_gamma, M, real):
 def _phase_backward(grad, grad_M, q, k, v, log_gamma, starts, real):
     grad_q, grad_k, grad_v, grad_gates = _empty_like(q, k, v, log_gamma)
     N = grad_M
-    with torch.autocast(q.device.type, enabled=False):
-        for part in reversed(_phase_groups(q)):
+    with _full_precision(q):
+        for part in reversed(_groups(q.shape[1], len(q) * q.shape[2] ** 2, q.device)):
             q_, k_, v_, g, E = q[:, part], k[:, part], v[:, part], grad[:, part], _decays(log_gamma[:, part])
             M, head, tail = starts[part].transpose(0, 1), E[..., :1], E[..., -1, 1:].unsqueeze(-1)
             added, ends = _outer(head * q_, g, real), []
@@ -1066,7 +1054,7 @@ def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
     dtype = _compute_dtype(q, k, v, log_gamma, state)
     q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
     D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
-    with torch.autocast(q.device.type, enabled=False):
+    with _full_precision(q):
         y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
         if state is not None:
             M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
@@ -1111,11 +1099,6 @@ def _autocast(*tensors):
     if not torch.is_autocast_enabled(tensors[0].device.type) or all(x.dtype == torch.float16 for x in tensors):
         return tensors
     return [x.bfloat16() for x in tensors]
-
-
-def _power_of_two(n):
-    """The next one from n on."""
-    return 1 << (n - 1).bit_length()
 
 
 def _matrix(x, rows):
@@ -1182,14 +1165,6 @@ if triton is not None:
         return batch.to(tl.int64), head, head * N + n, (head < H) & (n < N), rest // blocks, first, end
 
     @triton.jit
-    def _scan_omega(omega_ptr, c, used):
-        if omega_ptr is None:
-            omega = 0.0
-        else:
-            omega = tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
-        return omega
-
-    @triton.jit
     def _scan_transition(decay_ptr, angle_ptr, dt_ptr, omega, row, head, c, mask, decay_row, angle_row, dt_row):
         """a_t, and 1 outside the mask: exp(x) if y is None, exp(x + i y) if dt is None, else H-Mamba's, without an angle:
         sigmoid(x) (1 + i phi) / (1 - i phi) with phi = dt / 2 (y + omega), QS Algorithm 1 and eq. 3."""
@@ -1202,6 +1177,7 @@ if triton is not None:
                 a_re, a_im = modulus * cos, modulus * sin
         else:
             phi = 0.5 * _load(dt_ptr, row, dt_row, head, mask) * (_load(angle_ptr, row, angle_row, c, mask) + omega)
+            phi = tl.where(tl.abs(phi) > 1e18, 1e18, phi)  # half a turn; the square stays finite, and NaN is NaN
             scale = 1.0 + phi * phi
             if decay_ptr is not None:
                 scale *= 1.0 + tl.exp(-_load(decay_ptr, row, decay_row, c, mask))
@@ -1273,7 +1249,7 @@ if triton is not None:
         """The product of a and the state from zero of every segment, (B, segments, C) each."""
         REAL: tl.constexpr = angle_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
-        omega = _scan_omega(omega_ptr, c, used)
+        omega = 0.0 if omega_ptr is None else tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
         p_re, p_im = tl.full((CHANNELS,), 1.0, tl.float32), tl.zeros((CHANNELS,), tl.float32)
         h_re, h_im = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
         for tile in range(tiles):
@@ -1304,7 +1280,7 @@ if triton is not None:
                              TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
         REAL: tl.constexpr = angle_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
-        omega = _scan_omega(omega_ptr, c, used)
+        omega = 0.0 if omega_ptr is None else tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
         C = H * N
         h_re, h_im = _load_pair(h0_ptr, batch * C + c, used, REAL)
         h_re, h_im = _scan_start(product_ptr, state_ptr, batch, 0, segment, 1, segments, C, c, used, h_re, h_im, REAL)
@@ -1323,7 +1299,7 @@ if triton is not None:
                               TIME: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
         REAL: tl.constexpr = angle_ptr is None
         batch, head, c, used, segment, first, end = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
-        omega = _scan_omega(omega_ptr, c, used)
+        omega = 0.0 if omega_ptr is None else tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
         C = H * N
         g_re, g_im = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
         g_re, g_im = _scan_start(product_ptr, state_ptr, batch, segments - 1, segments - 1 - segment, -1, segments,
@@ -1380,7 +1356,7 @@ def _scan_arguments(x, y, dt, omega, b, tile):
     H, N = b.shape[2:4] if dt is not None else (b[0, 0].numel() // (1 if y is None else 2), 1)
     x, y, dt, b = (None if tensor is None else _matrix(tensor, B * T) for tensor in (x, y, dt, b))
     time, channels = tile
-    width = _power_of_two(N)
+    width = triton.next_power_of_2(N)
     while channels < width:  # whole heads, in a tile of the same size
         time, channels = max(1, time // 2), 2 * channels
     tiles, programs = -(-T // time), B * -(-H * width // channels)
@@ -1555,7 +1531,7 @@ def _selective_arguments(tensors, A, states):
     """Blocks of channels, the matrices of rows (B T), T, E, N and the strides of the rows, and the tile."""
     (B, T), (E, N) = tensors[0].shape[:2], A.shape
     tensors = [_matrix(x, B * T) for x in tensors]
-    width = _power_of_two(N)
+    width = triton.next_power_of_2(N)
     sizes = {"TIME": SELECTIVE_CHUNK, "CHANNELS": max(1, states // width), "WIDTH": width}
     return -(-E // sizes["CHANNELS"]), tensors, (T, E, N, *(x.stride(0) for x in tensors)), sizes
 
@@ -1815,20 +1791,6 @@ if triton is not None:
             return (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _born_forward_tile(q, i_q, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
-                           QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-                           NEAREST: tl.constexpr):  # fmt: skip
-        k = tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE))
-        re, im = _dot(q, k), _dot(i_q, k)
-        w = re * re + im * im
-        if not WHOLE:
-            i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
-            w = tl.where(j <= i, w, 0.0)
-        v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
-        w = _born_rounded(w, v_ptr, NEAREST)
-        return numerator + _dot(w, v), weights + w
-
-    @triton.jit
     def _born_forward_kernel(q_ptr, k_ptr, v_ptr, mass_ptr, states_ptr, o_ptr, d_ptr, G, H, T, q_batch, q_head, q_row, k_batch,
                              k_head, k_row, v_batch, v_head, v_row, floor, tiny, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
                              KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -1852,14 +1814,19 @@ if triton is not None:
                 numerator += _dot_fine(phi, S, q_ptr)
                 masses += phi * z[None, :]
             weights += tl.where(tl.arange(0, KEYS)[None, :] == 0, tl.sum(masses, 1)[:, None], 0.0)  # with the first key's
-        whole = start // KEYS * KEYS  # every query sees every key before
-        for first in range(begin, whole, KEYS):
-            numerator, weights = _born_forward_tile(q, i_q, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                                    COLUMNS, QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
-        for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
-            numerator, weights = _born_forward_tile(q, i_q, numerator, weights, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                                    COLUMNS, QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
-        i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
+        i, whole = start + tl.arange(0, QUERIES), start // KEYS * KEYS
+        for tail in tl.static_range(2):  # every query sees every key before `whole`
+            for first in range(whole if tail else begin, tl.minimum(start + QUERIES, T) if tail else whole, KEYS):
+                k = tl.trans(_load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, tail == 0))
+                re, im = _dot(q, k), _dot(i_q, k)
+                w = re * re + im * im
+                if tail:
+                    w = tl.where(first + tl.arange(0, KEYS)[None, :] <= i[:, None], w, 0.0)
+                v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, tail == 0)
+                w = _born_rounded(w, v_ptr, CHUNK > 0)
+                numerator += _dot(w, v)
+                weights += w
+        row = g.to(tl.int64) * T + start
         mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
         total = tl.sum(weights, 1)
         negative = total < 0.0  # so far the rounding of a state can go; d tells it the backward by its sign
@@ -1867,18 +1834,6 @@ if triton is not None:
         tl.store(d_ptr + row + tl.arange(0, QUERIES), tl.where(negative, -d, d), mask=i < T)
         o_ptr += g.to(tl.int64) * T * COLUMNS
         _store_tile(o_ptr, numerator / d[:, None], start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
-
-    @triton.jit
-    def _born_query_tile(q, i_q, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row, COLUMNS: tl.constexpr,
-                         QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-        k = _load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
-        re, im = _dot(q, tl.trans(k)), _dot(i_q, tl.trans(k))
-        v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, WHOLE)
-        dw = _dot(grad, tl.trans(v)) - shift[:, None]
-        if not WHOLE:
-            i, j = start + tl.arange(0, QUERIES)[:, None], first + tl.arange(0, KEYS)[None, :]
-            dw = tl.where(j <= i, dw, 0.0)
-        return dq_re + _dot(re * dw, k), dq_im + _dot(im * dw, k)
 
     @triton.jit
     def _born_query_kernel(q_ptr, k_ptr, v_ptr, grad_ptr, states_ptr, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, G,
@@ -1920,31 +1875,20 @@ if triton is not None:
                 dphi = _dot_fine(grad, tl.trans(S), q_ptr) - shift[:, None] * z[None, :]
                 dq_re += _born_features_backward(dphi, q, q_ptr, start, q_row, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)
         whole = start // KEYS * KEYS
-        for first in range(begin, whole, KEYS):
-            dq_re, dq_im = _born_query_tile(q, i_q, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                            COLUMNS, QUERIES, KEYS, WIDTH, True)  # fmt: skip
-        for first in range(whole, tl.minimum(start + QUERIES, T), KEYS):
-            dq_re, dq_im = _born_query_tile(q, i_q, grad, shift, dq_re, dq_im, k_ptr, v_ptr, start, first, T, k_row, v_row,
-                                            COLUMNS, QUERIES, KEYS, WIDTH, False)  # fmt: skip
+        for tail in tl.static_range(2):
+            for first in range(whole if tail else begin, tl.minimum(start + QUERIES, T) if tail else whole, KEYS):
+                k = _load_tile(k_ptr, first, k_row, T, COLUMNS, KEYS, WIDTH, tail == 0)
+                re, im = _dot(q, tl.trans(k)), _dot(i_q, tl.trans(k))
+                v = _load_tile(v_ptr, first, v_row, T, COLUMNS, KEYS, WIDTH, tail == 0)
+                dw = _dot(grad, tl.trans(v)) - shift[:, None]
+                if tail:
+                    dw = tl.where(first + tl.arange(0, KEYS)[None, :] <= i[:, None], dw, 0.0)
+                dq_re += _dot(re * dw, k)
+                dq_im += _dot(im * dw, k)
         dq = 2.0 * (dq_re - _times_i_tile(dq_im, QUERIES, WIDTH))  # the adjoint of i is -i
         q = q.to(tl.float32)
         dq = (dq - q * (tl.sum(q * dq, 1) / square)[:, None]) * power[:, None]  # |q| has no effect
         _store_tile(dq_ptr + g.to(tl.int64) * T * COLUMNS, dq, start, COLUMNS, T, COLUMNS, QUERIES, WIDTH)
-
-    @triton.jit
-    def _born_key_tile(k, minus_i_k, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                       QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-                       NEAREST: tl.constexpr):  # fmt: skip
-        q = _load_tile(Q_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
-        re, im = _dot(k, tl.trans(q)), _dot(minus_i_k, tl.trans(q))
-        w = re * re + im * im
-        grad = _load_tile(G_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
-        dw = _dot(v, tl.trans(grad)) - tl.load(shift_ptr + first + tl.arange(0, QUERIES))[None, :]
-        if not WHOLE:
-            seen = start + tl.arange(0, KEYS)[:, None] <= first + tl.arange(0, QUERIES)[None, :]
-            w, dw = tl.where(seen, w, 0.0), tl.where(seen, dw, 0.0)
-        w = _born_rounded(w, G_ptr, NEAREST)
-        return dk_re + _dot(re * dw, q), dk_im + _dot(im * dw, q), dv + _dot(w, grad)
 
     @triton.jit
     def _born_key_kernel(k_ptr, v_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr, states_ptr, dk_ptr, dv_ptr, G, H, T, k_batch, k_head,
@@ -1977,13 +1921,22 @@ if triton is not None:
                 S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
                 dphi = _dot_fine(v, tl.trans(S), k_ptr) + z[None, :]
                 dk_re += _born_features_backward(dphi, k, k_ptr, start, k_row, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
-        for first in range(start, start + KEYS, QUERIES):
-            dk_re, dk_im, dv = _born_key_tile(k, minus_i_k, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                                              QUERIES, KEYS, WIDTH, False, CHUNK > 0)  # fmt: skip
-        for first in range(start + KEYS, end, QUERIES):
-            dk_re, dk_im, dv = _born_key_tile(k, minus_i_k, v, dk_re, dk_im, dv, Q_ptr, G_ptr, shift_ptr, start, first,
-                                              QUERIES, KEYS, WIDTH, True, CHUNK > 0)  # fmt: skip
-            later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
+        for rest in tl.static_range(2):  # those queries see every key
+            for first in range(start + KEYS if rest else start, end if rest else start + KEYS, QUERIES):
+                q = _load_tile(Q_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
+                re, im = _dot(k, tl.trans(q)), _dot(minus_i_k, tl.trans(q))
+                w = re * re + im * im
+                grad = _load_tile(G_ptr, first, WIDTH, 0, WIDTH, QUERIES, WIDTH, True)
+                dw = _dot(v, tl.trans(grad)) - tl.load(shift_ptr + first + tl.arange(0, QUERIES))[None, :]
+                if rest:
+                    later += tl.load(floor_ptr + first + tl.arange(0, QUERIES))
+                else:
+                    seen = start + here[:, None] <= first + tl.arange(0, QUERIES)[None, :]
+                    w, dw = tl.where(seen, w, 0.0), tl.where(seen, dw, 0.0)
+                w = _born_rounded(w, G_ptr, CHUNK > 0)
+                dk_re += _dot(re * dw, q)
+                dk_im += _dot(im * dw, q)
+                dv += _dot(w, grad)
         dfloor += tl.sum(later, 0)
         dk = 2.0 * (dk_re + _times_i_tile(dk_im, KEYS, WIDTH) + k.to(tl.float32) * dfloor[:, None])  # the adjoint of -i is i
         _store_tile(dk_ptr + g.to(tl.int64) * T * COLUMNS, dk, start, COLUMNS, T, COLUMNS, KEYS, WIDTH)
@@ -1999,7 +1952,7 @@ def _rows_in_place(x):
 def _born_sizes(x, linear):
     """B H, H and T; programs; and the constants of kernels where queries are held, then where keys are."""
     B, H, T, N, _ = x.shape
-    width = max(16, 1 << (2 * N - 1).bit_length())
+    width = max(16, triton.next_power_of_2(2 * N))
     shrink = (2 if x.dtype == torch.float32 else 1) * max(1, width // 32)  # so that all stays in registers
     rows, keys, queries = (max(16, x // shrink) for x in BORN_TILE)
     block = min(width // 2, max(1, BORN_FEATURES // shrink // (width // 2)))
@@ -2330,7 +2283,7 @@ def _phase_sizes(q, real):
     B, H, T, d = q.shape[:4]
     shrink = (2 if real else 4, 2, 2) if q.dtype == torch.float32 else (1, 1, 1)
     chunk, width, depth = (max(16, x // by) for x, by in zip(PHASE_TILE, shrink))
-    width, depth = (min(x, max(16, 1 << (d - 1).bit_length())) for x in (width, depth))
+    width, depth = (min(x, max(16, triton.next_power_of_2(d))) for x in (width, depth))
     return (B * H, H, T), -(-T // chunk), {"REAL": real, "COLUMNS": d, "CHUNK": chunk, "WIDTH": width, "DEPTH": depth}
 
 
@@ -2411,9 +2364,7 @@ def check_cases():
     def born(method):
         return lambda *qkv, backend: born_attention(*qkv, method=method, backend=backend)[:1]
 
-    def real_memory(*x, backend):
-        return phase_memory(*x, real=True, backend=backend)
-
+    real_memory = partial(phase_memory, real=True)
     B, T, C, E, N = 2, 257, 48, 40, 16
     decay, theta, b, h0 = -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
     cayley = *(rand(B, T, 3, N) for _ in range(3)), rand(3, N), rand(B, T, 3, N, 2), rand(B, 3, N, 2)
@@ -2454,6 +2405,7 @@ def check_device():
     print("| operation | backend | inputs | output | gradients | ms | |\n|" + "---|" * 7)
 
     def run(function, inputs, backend):
+        """Outputs, gradients, and milliseconds."""
         leaves = [x.clone().requires_grad_() for x in inputs]
         wait()
         start = time.perf_counter()
@@ -2462,20 +2414,20 @@ def check_device():
         grads = torch.autograd.grad(outputs, leaves, weights)
         wait()
         elapsed = 1e3 * (time.perf_counter() - start)
-        return [[x.detach().cpu().double() for x in group] for group in (outputs, grads)], elapsed
+        return *([x.detach().cpu().double() for x in group] for group in (outputs, grads)), elapsed
 
     right = True
     for name, function, inputs in check_cases():
         for backend, dtype, tolerance in runs:
             rounded = [x.to(dtype) for x in inputs]
-            exact, _ = run(function, [x.double() for x in rounded], "reference")
+            exact = run(function, [x.double() for x in rounded], "reference")
             try:
                 for _ in range(2):  # the first run warms up
-                    found, elapsed = run(function, [x.to(device) for x in rounded], backend)
+                    *found, elapsed = run(function, [x.to(device) for x in rounded], backend)
             except Exception as e:  # noqa: BLE001  (whatever stops one row: the others are worth seeing)
                 cells, good = ("", "", "", f"FAILED: {type(e).__name__}: {' '.join(str(e).split())[-200:]}"), False
             else:
-                pairs = [zip(*group) for group in zip(found, exact)]
+                pairs = (zip(*group) for group in zip(found, exact))
                 errors = [max(((x - y).abs().max() / y.abs().max()).item() for x, y in group) for group in pairs]
                 good = all(error < tolerance for error in errors)  # False for nan
                 cells = *(f"{error:.1e}" for error in errors), f"{elapsed:.1f}", "" if good else "FAILED"

@@ -49,6 +49,7 @@ import pytest
 import torch
 import torch.distributed.run
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -77,9 +78,9 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # for what runs as a program of its
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels against their references
 #
-# OPERATIONS is the table of what is tested. Each test is one property of all of them; `errors` compares values,
-# gradients and states. Then comes what is said of one operation alone. Tests named test_triton run on a GPU, or in a process of
-# their own in Triton's interpreter.
+# OPERATIONS is the table of what is tested, `cases` that of the sizes. Each test is one property of all operations;
+# `errors` compares values, gradients and states. Then comes what is said of one operation alone. What runs Triton's
+# kernels has "triton" in its name or parameters: on a GPU, or in a process of its own in Triton's interpreter.
 
 LENGTHS = [1, 2, 7, 63, 64, 65, 257, 1000]
 EPS = 2.0**-24  # what float32 loses by one rounding
@@ -87,6 +88,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNEL_DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"  # of the Triton kernels
 compiles = pytest.mark.skipif(kernels.triton is None or INTERPRETED, reason="needs Triton, not interpreted")
 needs_triton = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="see test_interpreter")
+BOTH = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+FORMS = pytest.mark.parametrize("method", ["quadratic", "linear"])
 
 
 def randn(*shape, seed=0):
@@ -154,13 +157,12 @@ class Operation:
         return (torch.cat(outputs, self.axis), state)[: 1 + self.stateful]
 
 
-def born(method="auto", cut=None):
+def born(method="auto"):
     def function(q, k, v, state=None, backend=None):
         return kernels.born_attention(q, k, v, state, method, backend)
 
-    operation = Operation(function, lambda T, n, B=1: born_inputs(B, 2, T, n), (0, 1, 2), 2, False, (2, 5, 16), 1.0)
+    return Operation(function, lambda T, n, B=1: born_inputs(B, 2, T, n), (0, 1, 2), 2, False, (2, 5, 16), 1.0)
     # floor: gradients for q and k are differences of terms of about 1, which cancel where there are few tokens
-    return operation if cut is None else partial(operation, cuts=tuple(range(cut, 2000, cut)))
 
 
 def phase(real):
@@ -187,7 +189,6 @@ OPERATIONS = {
     "memory": phase(True),
 }
 EACH = pytest.mark.parametrize("name", OPERATIONS)
-STATEFUL = [name for name, operation in OPERATIONS.items() if operation.stateful]
 
 
 def errors(function, inputs, dtype=torch.float32, strided=False, floor=1e-3, backend=None, twice=False):
@@ -226,25 +227,80 @@ def bound(T, n=1):
     return 8 * EPS * (64 + T * n) ** 0.5
 
 
-@EACH
-@pytest.mark.parametrize("T", LENGTHS)
-def test_equals_reference(name, T):
-    """Value, gradients and final state; every other width with strides. The same bits twice."""
-    operation = OPERATIONS[name]
-    for i, n in enumerate(operation.widths):
-        length, strided = min(T, 65) if n > 100 else T, (i + T) % 2 == 1
-        for stride in (False, True) if T < 100 else (strided,):
-            inputs = operation.inputs(length, n)
-            assert errors(operation, inputs, strided=stride, floor=operation.floor, twice=strided) < bound(length, n)
+def small_tiles(monkeypatch, **changes):
+    """Blocks that a short test crosses several times: the interpreter is slow."""
+    sizes = {"SCAN_TILES": ((8, 4), (4, 4)), "SELECTIVE_TILE": (8, 8), "SELECTIVE_CHUNK": 8, "SELECTIVE_PROGRAMS": 4}
+    # the tiles of Born attention and of the phase memory are divided for float32
+    sizes |= {"BORN_TILE": (16, 16, 16), "BORN_SPAN": 32, "PHASE_TILE": (64, 32, 32)}
+    for name, value in (sizes | changes).items():
+        monkeypatch.setattr(kernels, name, value)
 
 
-@EACH
-@pytest.mark.parametrize("cuts", [(37, 74, 111), (64, 128), (1, 2, 129), tuple(range(1, 130))], ids=str)
-def test_pieces_join(name, cuts):
-    """Cut anywhere, also into single steps, with the state carried on: value, and gradients through the states."""
-    operation = OPERATIONS[name]
-    function = partial(operation, cuts=cuts)
-    assert errors(function, operation.inputs(130, 5), floor=operation.floor) < bound(130, 5)
+def cases():
+    """(backend, operation, T, n, options): the torch paths at every length and width, cut anywhere, in half precision;
+    Triton's kernels with several blocks, chunks and segments, and sizes that fill none of them."""
+    half = torch.bfloat16, torch.float16
+    for name, operation in OPERATIONS.items():
+        for i, n in enumerate(operation.widths):
+            for T in LENGTHS if i == 1 else (1, 7, 64, 65):
+                odd = (i + T) % 2 == 1
+                yield "torch", name, T, n, {"strided": odd, "twice": odd}
+        for cuts in (1, 37, 129), (64, 128), tuple(range(1, 130)):
+            yield "torch", name, 130, 5, {"cuts": cuts}
+        for dtype in half:
+            yield "torch", name, 70, 5, {"dtype": dtype, "strided": True}
+    several = {"SCAN_PROGRAMS": 8}  # segments of time
+    memory = [  # of coordinates one block, several, and of two widths
+        (2, 1, 3, (), {}), (2, 7, 5, (), {}), (1, 33, 4, (20,), {}), (1, 33, 17, (), {}),
+        (1, 17, 33, (), {"PHASE_TILE": (64, 64, 32)}), (1, 17, 33, (), {"PHASE_TILE": (64, 32, 64)}),
+    ]  # fmt: skip
+    for name, B, T, n, cuts, constants in [
+        ("complex", 2, 1, 1, (), {}), ("complex", 1, 19, 5, (), {}), ("complex", 2, 17, 3, (), several),
+        ("complex", 1, 9, 5, (), {"SCAN_PROGRAMS": 18}), ("real", 1, 8, 3, (), {}), ("real", 1, 19, 5, (), several),
+        ("cayley", 1, 7, 3, (), {}),  # 3 of 4 columns of a head
+        ("cayley", 2, 17, 2, (), several),  # two heads a block
+        ("cayley", 1, 9, 5, (), {}),  # a head wider than a tile, which grows in channels and shrinks in time
+        ("ungated", 1, 9, 3, (), {}), ("ungated", 1, 19, 2, (), several),
+        ("selective", 2, 1, 1, (), {}), ("selective", 1, 7, 3, (), {}), ("selective", 2, 19, 4, (), {}),
+        ("quadratic", 1, 1, 2, (), {}), ("quadratic", 2, 7, 3, (), {}), ("quadratic", 1, 33, 5, (), {}),
+        *(("quadratic", 1, 37, 8, (), {"BORN_TILE": tile}) for tile in ((64, 32, 32), (64, 64, 32))),
+        ("quadratic", 1, 19, 33, (), {}),
+        ("linear", 1, 1, 3, (), {}), ("linear", 2, 7, 1, (), {}), ("linear", 1, 33, 9, (), {}),
+        ("linear", 1, 75, 3, (40, 74), {}),
+        ("linear", 1, 65, 5, (), {"BORN_TILE": (64, 128, 64), "BORN_FEATURES": 64, "BORN_SPAN": 64}),
+        *(("phase", *row) for row in memory), *(("memory", *row) for row in memory),
+    ]:  # fmt: skip
+        options = {"B": B, "cuts": cuts, "constants": constants, "strided": T % 2 == 1, "twice": T in (7, 17)}
+        yield pytest.param("triton", name, T, n, options, marks=needs_triton)
+    sizes = {"linear": (37, 3, (33,)), "phase": (17, 17, ()), "memory": (17, 17, ())}
+    for dtype in half:  # float16 takes the path of bfloat16, but for the type of what is loaded and stored
+        for name in OPERATIONS if dtype == torch.bfloat16 else ("cayley", "selective", "quadratic", "phase"):
+            T, n, cuts = sizes.get(name, (9, 3, ()))
+            options = {"B": 1, "cuts": cuts, "constants": {"PHASE_TILE": (16, 16, 16)}, "strided": True, "dtype": dtype}
+            yield pytest.param("triton", name, T, n, options, marks=needs_triton)
+
+
+@pytest.mark.parametrize(("backend", "name", "T", "n", "options"), [*cases()])
+def test_equals_reference(backend, name, T, n, options, monkeypatch):
+    """Value, gradients and final state. In half precision gradients and y alone are rounded, once (the interpreter cuts
+    off); but Triton's Born attention and memory multiply in bfloat16."""
+    operation, options = OPERATIONS[name], {"B": None, "cuts": (), "constants": {}, "dtype": torch.float32} | options
+    B, cuts, constants, dtype = (options.pop(key) for key in ("B", "cuts", "constants", "dtype"))
+    inputs, device, floor = operation.inputs(T, n, **({} if B is None else {"B": B})), "cpu", operation.floor
+    rounding = {torch.float32: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    if backend == "triton":
+        small_tiles(monkeypatch, **constants)
+        device, rounding = KERNEL_DEVICE, 2 * rounding
+        if operation.axis == 2 and B == 1:
+            inputs = [x[:, :1] for x in inputs]  # one head
+        if dtype != torch.float32:
+            rounding, floor = rounding if operation.axis == 1 else 3e-2, 0.1
+    found = errors(partial(operation, cuts=cuts), inputs, dtype, floor=floor, backend=backend, **options)
+    assert found < rounding + bound(T, n)
+    if rounding:
+        output, state = operation.function(*(x.to(device, dtype) for x in operation.inputs(2, 2)), backend=backend)
+        assert output.dtype == (dtype if name == "selective" else torch.float32)
+        assert {x.dtype for x in tensors(state)} == {torch.float32}
 
 
 @EACH
@@ -269,36 +325,19 @@ def test_initial_state_is_optional_and_each_output_has_its_gradient(name):
 def test_gradients_are_the_derivatives(name):
     """Finite differences in float64: the reference and its autograd play no part."""
     operation = OPERATIONS[name]
-    for T, cuts, fast in ((7, (), False), (3, (1, 2), False), (66, (65,), True), (130, (), True)):
+    for T, cuts, fast in ((4, (), False), (66, (65,), True), (130, (), True)):
         leaves = [x.requires_grad_() for x in operation.inputs(T, 2, B=1)]
         function = partial(operation, cuts=cuts)
         assert torch.autograd.gradcheck(function, leaves, atol=1e-4 if fast else 1e-5, fast_mode=fast)
     leaves = [x.requires_grad_() for x in scan_inputs(1, 7, 2)]
     leaves[0] = leaves[0][..., :1].detach().requires_grad_()  # one decay for all channels
-    assert torch.autograd.gradcheck(kernels.complex_scan, leaves)
-
-
-@EACH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_computes_in_float32(name, dtype):
-    """Half-precision inputs: only gradients and y are rounded, once, also after 1000 steps of slow decay."""
-    operation = OPERATIONS[name]
-    once = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
-    inputs = list(operation.inputs(300, 5))
-    output, state = operation.function(*(x.to(dtype) for x in inputs))
-    assert output.dtype == (dtype if name == "selective" else torch.float32)
-    assert {x.dtype for x in tensors(state)} == {torch.float32}
-    assert errors(operation, inputs, dtype, strided=True, floor=operation.floor) < once + bound(300, 5)
-    if name in ("complex", "real"):
-        slow = torch.full((2, 1000, 5), -1e-3, dtype=torch.float64), *operation.inputs(1000, 5)[1:]
-        assert errors(operation, slow, dtype) < once + bound(1000)
+    assert name != "complex" or torch.autograd.gradcheck(kernels.complex_scan, leaves)
 
 
 @EACH
 def test_autocast_changes_nothing(name):
-    operation = OPERATIONS[name]
+    operation, runs = OPERATIONS[name], []
     leaves = [x.float().requires_grad_() for x in operation.inputs(130, 5)]
-    runs = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             outputs = [*operation(*leaves), *operation(*leaves, cuts=(50, 100))]  # a state is folded under autocast too
@@ -306,11 +345,11 @@ def test_autocast_changes_nothing(name):
     assert all(torch.equal(x, y) for x, y in zip(*runs))
 
 
+@pytest.mark.slow
 @EACH
 def test_compiles_to_the_same(name):
-    operation = OPERATIONS[name]
-    leaves = [x.float().requires_grad_() for x in operation.inputs(100, 3)]
-    runs = []
+    operation, runs = OPERATIONS[name], []
+    leaves = [x.float().requires_grad_() for x in operation.inputs(70, 3)]
     for function in (operation.function, torch.compile(operation.function, backend="aot_eager", fullgraph=True)):
         outputs = function(*leaves)[: 1 + operation.stateful]
         runs.append([*outputs, *torch.autograd.grad(sum(x.sum() for x in outputs), leaves)])
@@ -319,42 +358,50 @@ def test_compiles_to_the_same(name):
     torch._dynamo.reset()
 
 
-def extreme_gates():
-    """(name, operation, inputs): decays from exactly 1 to those whose products leave float32, also in turns."""
-    turns = (torch.arange(200) % 3 == 0).double()
-    for value in (0.0, -1e-9, -0.7, -20.0, -200.0, -1e5):
-        for name, other in ((value, value), (f"{value} in turns", -1e-3)):
-            gates = torch.where(turns > 0, value, other).double()
-            inputs, cayley = scan_inputs(1, 200, 5), list(cayley_inputs(1, 200, 2, 3))
-            cayley[2] = gates.view(1, 200, 1, 1).expand_as(cayley[2])
-            yield f"complex {name}", "complex", (gates.view(1, 200, 1).repeat(1, 1, 5), *inputs[1:])
-            yield f"cayley {name}", "cayley", cayley
-            for memory in ("phase", "memory"):
-                q, k, v, _, S = phase_inputs(1, 1, 200, 4, memory == "memory")
-                yield f"{memory} {name}", memory, (q, k, v, gates.view(1, 1, 200), S)
-    for dt in (0.0, 1e-8, 1.0, 80.0):  # exp(dt A) from exactly 1 to an underflow
-        u, _, *rest = selective_inputs(1, 150, 7, 5)
-        yield f"selective {dt}", "selective", (u, torch.full_like(u, dt), *rest)
+def gated(value, T, other):
+    """(operation, inputs): the decay `value`, at two steps of three `other`."""
+    gates = torch.where(torch.arange(T) % 3 == 0, value, other).double()
+    cayley, selective = list(cayley_inputs(1, T, 2, 2)), list(selective_inputs(1, T, 3, 2))
+    cayley[2] = gates.view(1, T, 1, 1).expand_as(cayley[2])
+    selective[1] = -gates.view(1, T, 1).expand_as(selective[1])
+    yield "complex", (gates.view(1, T, 1).repeat(1, 1, 3), *scan_inputs(1, T, 3)[1:])
+    yield "cayley", cayley
+    yield "selective", selective
+    for name in "phase", "memory":
+        q, k, v, _, S = phase_inputs(1, 1, T, 4, name == "memory")
+        yield name, (q, k, v, gates.view(1, 1, T), S)
 
 
-def closed_gate(T, at, real, backend):
-    """A gate of exactly 0 in the middle: what was before has no influence."""
-    q, k, v, _, S = phase_inputs(1, 2, T, 4, real)
-    closed = torch.where(torch.arange(T) == at, -torch.inf, -0.1).expand(1, 2, T)
-    device = KERNEL_DEVICE if backend == "triton" else "cpu"
-    leaves = [x.float().to(device).requires_grad_() for x in (q, k, v, closed, S)]
-    y, end = kernels.phase_memory(*leaves, real=real, backend=backend)
-    grads = torch.autograd.grad(y[:, :, at:].sum() + end.sum(), leaves)
-    assert all(x.isfinite().all() for x in (y, end, *grads))
-    assert all((x[:, :, :at] == 0).all() for x in grads[:4])
-    assert (grads[4] == 0).all()
+@BOTH
+def test_extreme_gates(backend, monkeypatch):
+    """Decays of exactly 1 to exactly 0, also in turns; steps that hardly change the state, or forget it at once."""
+    T = 70 if backend == "torch" else 19
+    if backend == "triton":
+        small_tiles(monkeypatch)
+    for value in (0.0, -1e-9, -0.7, -20.0, -200.0, -1e5) if backend == "torch" else (0.0, -200.0):
+        for other in (value, -1e-3) if backend == "torch" else (-1e-3,):
+            for name, inputs in gated(value, T, other):
+                assert errors(OPERATIONS[name], inputs, backend=backend) < bound(T, 4), (name, value, other)
+    for scale in 1e5, 1e21:  # half a turn, almost; then squares beyond float32
+        delta, *rest = without(cayley_inputs(1, T, 2, 2), 2)
+        assert errors(OPERATIONS["ungated"], (scale * delta * (randn(1, T, 2, 2) > 1), *rest), backend=backend) < 1e-5
+    for real, at in (False, T // 2), (True, T // 2):  # a gate of exactly 0: what was before has no influence
+        q, k, v, _, S = phase_inputs(1, 2, T, 4, real)
+        closed = torch.where(torch.arange(T) == at, -torch.inf, -0.1).expand(1, 2, T)
+        device = KERNEL_DEVICE if backend == "triton" else "cpu"
+        leaves = [x.float().to(device).requires_grad_() for x in (q, k, v, closed, S)]
+        y, end = kernels.phase_memory(*leaves, real=real, backend=backend)
+        grads = torch.autograd.grad(y[:, :, at:].sum() + end.sum(), leaves)
+        assert all(x.isfinite().all() for x in (y, end, *grads))
+        assert all((x[:, :, :at] == 0).all() for x in grads[:4]) and (grads[4] == 0).all()
 
 
-def test_extreme_gates():
-    for name, operation, inputs in extreme_gates():
-        assert errors(OPERATIONS[operation], inputs) < 1.5 * bound(200), name
-    for real in (False, True):
-        closed_gate(200, 90, real, "torch")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_slow_decays_in_half_precision(dtype):
+    """What 1000 steps of a slow decay add up is rounded once."""
+    for name in "complex", "real":
+        slow = torch.full((2, 1000, 5), -1e-3, dtype=torch.float64), *OPERATIONS[name].inputs(1000, 5)[1:]
+        assert errors(OPERATIONS[name], slow, dtype) < (2.0**-8 if dtype == torch.bfloat16 else 2.0**-11) + bound(1000)
 
 
 @EACH
@@ -369,6 +416,8 @@ def test_empty_batches(name, backend):
     assert outputs[0].shape[operation.axis] == T and not outputs[0].numel()
     grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
     assert [x.shape for x in grads] == [x.shape for x in leaves]
+    if backend == "torch":  # nor are there numbers on "meta"
+        assert operation(*(x.to("meta") for x in operation.inputs(T, 3)))[0].is_meta
     if backend in ("torch", "reference"):
         assert not operation(*leaves, backend=backend, cuts=(30,))[0].numel()
         inputs = enumerate(operation.inputs(9, 3))
@@ -388,19 +437,17 @@ import os, resource, sys, torch, kernels
 torch.set_num_threads(1)
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-def scan(T, C=1024):
-    return kernels.complex_scan, [-torch.rand(1, T, C), torch.rand(1, T, C), torch.rand(1, T, C, 2)]
-def selective(T, E=256, N=16):
-    x = [torch.rand(1, T, E), torch.rand(1, T, E) / 10, -torch.ones(E, N), torch.rand(1, T, N), torch.rand(1, T, N)]
-    return kernels.selective_scan, x
-def phase(T):
-    return kernels.phase_memory, [*(torch.randn(1, 4, T, 16, 2) for _ in range(3)), -torch.rand(1, 4, T)]
-for case, T in ((scan, 2048), (selective, 4096), (phase, 4096)):
+E, N = 256, 16
+rand = lambda *shape: torch.rand(1, *shape)
+for function, T, inputs in (
+    (kernels.complex_scan, 2048, lambda T: (-rand(T, 1024), rand(T, 1024), rand(T, 1024, 2))),
+    (kernels.selective_scan, 4096, lambda T: (rand(T, E), rand(T, E) / 10, -torch.ones(E, N), rand(T, N), rand(T, N))),
+    (kernels.phase_memory, 4096, lambda T: (*(rand(4, T, 16, 2) - 0.5 for _ in range(3)), -rand(4, T))),
+):
     if not os.fork():
         for T in (64, T):
             before = peak()
-            function, inputs = case(T)
-            function(*[x.requires_grad_() for x in inputs])[0].sum().backward()
+            function(*[x.requires_grad_() for x in inputs(T)])[0].sum().backward()
         print(peak() - before, flush=True)
         os._exit(0)
     os.wait()
@@ -413,90 +460,58 @@ for case, T in ((scan, 2048), (selective, 4096), (phase, 4096)):
     assert phase < 80  # an input is 2; the scores would be 512, a state a token 34
 
 
-REFUSALS = [  # operation, number of an input, what it is instead, message
-    ("complex", 0, torch.zeros(2, 5), "log_decay has shape (2, 5); expected (B, T, C|1)"),
-    ("complex", 0, torch.zeros(2, 5, 2), "log_decay has shape"),
-    ("complex", 1, torch.zeros(2, 4, 4), "theta has shape (2, 4, 4); expected (B, T, C) with B = 2, T = 5, C = 4"),
-    ("complex", 2, torch.zeros(2, 5, 4), "b has shape"),
-    ("complex", 3, torch.zeros(2, 4), "h0 has shape"),
-    ("complex", 1, torch.zeros(2, 5, 4, device="meta"), "inputs on several devices: theta is on meta, expected cpu"),
-    ("real", 1, torch.zeros(2, 5, 4, 2), "b has shape"),
-    ("cayley", 0, torch.zeros(2, 5, 4), "delta has shape"),
-    ("cayley", 1, torch.zeros(2, 5, 1), "dt has shape"),
-    ("cayley", 2, torch.zeros(2, 5, 2, 3), "gate has shape"),
-    ("cayley", 3, torch.zeros(4, 2), "omega has shape"),
-    ("cayley", 4, torch.zeros(2, 5, 2, 4), "b has shape"),
-    ("cayley", 5, torch.zeros(2, 2, 4), "h0 has shape"),
-    ("selective", 0, torch.zeros(3, 5), "u has shape"),
-    ("selective", 1, torch.zeros(3, 5, 1), "dt has shape"),
-    ("selective", 2, torch.zeros(4, 4), "A has shape"),
-    ("selective", 3, torch.zeros(3, 5, 3), "B has shape"),
-    ("selective", 4, torch.zeros(3, 4, 4), "C has shape"),
-    ("selective", 5, torch.zeros(3, 4, 4), "h0 has shape"),
-    ("linear", 0, torch.zeros(1, 2, 5, 4), "q has shape (1, 2, 5, 4); expected (B, H, T, N, 2)"),
-    ("linear", 0, torch.zeros(1, 2, 5, 4, 3), "q has shape"),
-    ("linear", 1, torch.zeros(1, 2, 4, 4, 2), "k has shape (1, 2, 4, 4, 2); expected (B, H, T, N, 2) with B = 1"),
-    ("linear", 1, torch.zeros(1, 1, 5, 4, 2), "k has shape"),
-    ("linear", 2, torch.zeros(1, 2, 5, 3, 2), "v has shape"),
-    ("linear", 2, torch.zeros(1, 2, 5, 4, 2, device="meta"), "v is on meta"),
-    ("linear", 1, torch.zeros(1, 2, 5, 4, 2).bfloat16(), "q is torch.float32, k torch.bfloat16 and v torch.float32"),
-    ("phase", 0, torch.zeros(1, 2, 5, 4), "q has shape"),
-    ("phase", 1, torch.zeros(1, 2, 4, 4, 2), "k has shape"),
-    ("phase", 2, torch.zeros(1, 2, 5, 3, 2), "v has shape"),
-    ("phase", 3, torch.zeros(1, 2, 5, 1), "log_gamma has shape"),
-    ("phase", 4, torch.zeros(1, 2, 4, 4), "expected (B, H, d, d, 2) with B = 1, H = 2, d = 4, d > 0"),
-    ("phase", 4, (1, 2), "state is a tuple; expected a tensor"),
-    ("phase", 1, torch.zeros(1, 2, 5, 4, 2, device="meta"), "k is on meta"),
-    ("memory", 0, torch.zeros(1, 2, 5, 4, 2), "q has shape (1, 2, 5, 4, 2); expected (B, H, T, d)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "number", "wrong", "message"), REFUSALS)
-def test_refuses_what_does_not_fit(name, number, wrong, message):
-    inputs = [x.float() for x in OPERATIONS[name].inputs(5, 4)]
-    OPERATIONS[name](*inputs)
-    inputs[number] = wrong
-    with pytest.raises(ValueError, match=re.escape(message)):
-        OPERATIONS[name](*inputs)
-
-
 @EACH
-def test_refuses_complex_and_integer_inputs_and_unknown_backends(name):
+def test_refuses_what_does_not_fit(name):
+    """Of each input: an axis that is longer, one more or less, another device, complex and whole numbers, no tensor."""
     operation = OPERATIONS[name]
-    inputs = [x.float() for x in operation.inputs(9, 3)]
+    inputs = [x.float() for x in operation.inputs(5, 4)]
+    operation(*inputs)
     for i, x in enumerate(inputs):
-        for wrong, message in ((x.to(torch.complex64), r"complex64.*torch\.view_as_real"), (x.int(), "int32.*float")):
+        longer = [torch.cat((x, x.narrow(axis, 0, 1)), axis) for axis in range(x.dim())]
+        others = [
+            (x.to("meta"), "several devices: .* is on (cpu|meta), expected (cpu|meta)"),
+            (x.to(torch.complex64), r"complex64.*torch\.view_as_real"), (x.int(), "int32.*float"),
+            ((1, 2), "is a tuple; expected a tensor"),
+        ]  # fmt: skip
+        shapes = [(y, r"has shape \(.*\); expected \(") for y in (*longer, x[..., None], x[0])]
+        for wrong, message in shapes + others:
             with pytest.raises(ValueError, match=message):
                 operation(*inputs[:i], wrong, *inputs[i + 1 :])
     with pytest.raises(ValueError, match="unknown backend 'cuda'; known: torch, triton, reference"):
         operation(*inputs, backend="cuda")
 
 
-def test_refuses_methods_states_and_steps_that_do_not_fit():
+def test_a_refusal_says_what_was_expected():
     zeros = partial(torch.zeros, 1, 2)
     scan = {"log_decay": zeros(3), "theta": zeros(3), "b": zeros(3, 2)}
     attend = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"}
-    states = {
-        "S of the state has shape (1, 2, 9, 8)": (zeros(9, 8), zeros(0, 3, 2), zeros(0, 3, 2)),
-        "k of the state has shape (1, 2, 3, 4, 2)": (None, zeros(3, 4, 2), zeros(3, 3, 2)),
-        "v of the state has shape (1, 2, 4, 3, 2)": (None, zeros(3, 3, 2), zeros(4, 3, 2)),
-        "k of the state has shape (1, 2, 3, 2)": (None, zeros(3, 2), zeros(3, 2)),
-        "state has 1 parts": (None, zeros(3, 3, 2)),
-        "state has 0 parts": (None, None, None),
-        "k of the state is a int; expected a tensor": (None, 1, 2),
-        "the state is torch.float64 on cpu; expected torch.float32": (None, *[zeros(3, 3, 2).double()] * 2),
-    }
-    remember = {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"} | {"log_gamma": zeros(5)}
+    remember, tokens = attend | {"log_gamma": zeros(5)}, zeros(3, 3, 2)
     for function, given, message in [
-        (kernels.complex_scan, scan | {"method": "fast"}, "unknown method 'fast'"),
-        (kernels.complex_scan, scan | {"theta": None, "b": zeros(3), "method": "clamped"}, "complex"),
-        (kernels.complex_scan, scan | {"method": "clamped", "backend": "cuda"}, "unknown backend 'cuda'"),
-        (kernels.born_attention, attend | {"method": "softmax"}, "unknown method 'softmax'"),
-        *((kernels.born_attention, attend | {"state": state}, message) for message, state in states.items()),
-        (kernels.phase_memory, remember | {"backend": "step"}, "backend='step' takes one token, not 5"),
-    ]:
+        (kernels.complex_scan, {"log_decay": zeros()}, "log_decay has shape (1, 2); expected (B, T, C|1)"),
+        (kernels.complex_scan, {"theta": zeros(4)}, "theta has shape (1, 2, 4); expected (B, T, C) with B = 1, T = 2"),
+        (kernels.complex_scan, {"theta": zeros(3).to("meta")}, "several devices: theta is on meta, expected cpu"),
+        (kernels.complex_scan, {"method": "fast"}, "unknown method 'fast'"),
+        (kernels.complex_scan, {"theta": None, "b": zeros(3), "method": "clamped"}, "complex"),
+        (kernels.complex_scan, {"method": "clamped", "backend": "cuda"}, "unknown backend 'cuda'"),
+        (kernels.born_attention, {"q": torch.ones(1, 2, 5, 3)}, "q has shape (1, 2, 5, 3); expected (B, H, T, N, 2)"),
+        (kernels.born_attention, {"k": attend["k"].half()}, "q is torch.float32, k torch.float16 and v torch.float32"),
+        (kernels.born_attention, {"method": "softmax"}, "unknown method 'softmax'"),
+        *((kernels.born_attention, {"state": state}, message) for message, state in [
+            ("S of the state has shape (1, 2, 9, 8)", (zeros(9, 8), zeros(0, 3, 2), zeros(0, 3, 2))),
+            ("k of the state has shape (1, 2, 3, 4, 2)", (None, zeros(3, 4, 2), tokens)),
+            ("v of the state has shape (1, 2, 4, 3, 2)", (None, tokens, zeros(4, 3, 2))),
+            ("k of the state has shape (1, 2, 3, 2)", (None, zeros(3, 2), zeros(3, 2))),
+            ("state has 1 parts", (None, tokens)),
+            ("state has 0 parts", (None, None, None)),
+            ("k of the state is a int; expected a tensor", (None, 1, 2)),
+            ("the state is torch.float64 on cpu; expected torch.float32", (None, tokens.double(), tokens.double())),
+        ]),
+        (kernels.phase_memory, {"state": zeros(3, 3)}, "expected (B, H, d, d, 2) with B = 1, H = 2, d = 3, d > 0"),
+        (kernels.phase_memory, {"backend": "step"}, "backend='step' takes one token, not 5"),
+    ]:  # fmt: skip
+        rest = {kernels.complex_scan: scan, kernels.born_attention: attend, kernels.phase_memory: remember}[function]
         with pytest.raises(ValueError, match=re.escape(message)):
-            function(**given)
+            function(**rest | given)
 
 
 @EACH
@@ -529,10 +544,12 @@ def test_derivatives_but_one_backward_are_refused_and_right_by_the_reference(nam
         assert torch.equal(x[0], y)
     for i, (x, direction) in enumerate(zip(inputs, directions)):  # a tangent of one input alone is enough
         of_one = lambda x, i=i: operation(*inputs[:i], x, *inputs[i + 1 :])  # noqa: E731
-        in_layers = lambda f, x, t: torch.func.jvp(torch.func.vmap(f), (x[0][None],), (t[0][None],))  # noqa: E731
-        for transform in (torch.func.jvp, dual_numbers, in_layers, lambda f, x, _: torch.func.jacfwd(f)(*x)):
+        for transform in (torch.func.jvp, dual_numbers, lambda f, x, _: torch.func.jacfwd(f)(*x)):
             with refused:
                 transform(of_one, (x,), (direction,))
+        for transform in (torch.func.jvp, dual_numbers):
+            with refused:
+                transform(torch.func.vmap(of_one), (x[None],), (direction[None],))
     with torch.autograd.forward_ad.dual_level():
         operation(*inputs)  # nobody asks for a tangent
     exact, step = partial(operation, backend="reference"), 1e-6
@@ -543,6 +560,7 @@ def test_derivatives_but_one_backward_are_refused_and_right_by_the_reference(nam
             torch.testing.assert_close(x, y, atol=1e-8, rtol=1e-7)
 
 
+@pytest.mark.slow
 def test_forward_mode_is_refused_where_the_operator_is_compiled():
     """Traced tensors show no tangent; the derivative would be that of the other terms alone."""
     inputs = [x.float() for x in scan_inputs(2, 9, 3)]
@@ -557,22 +575,6 @@ def test_forward_mode_is_refused_where_the_operator_is_compiled():
     torch._dynamo.reset()
 
 
-def test_forward_mode_through_a_model(monkeypatch):
-    model, idx = make("hmamba", L=1), text_batch(1, 9)
-    parameters = dict(model.named_parameters())
-
-    def derivative():
-        loss = lambda p: torch.func.functional_call(model, p, (idx, idx))[1]  # noqa: E731
-        return torch.func.jvp(loss, (parameters,), ({k: p.cos() for k, p in parameters.items()},))[1]
-
-    with pytest.raises(NotImplementedError, match="NANOHILBERT_BACKEND=reference"):
-        derivative()
-    model(idx, idx)[1].backward()
-    expected = sum((p.grad * p.cos()).sum() for p in parameters.values())
-    monkeypatch.setenv("NANOHILBERT_BACKEND", "reference")
-    torch.testing.assert_close(derivative(), expected, atol=1e-4, rtol=1e-4)
-
-
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_reference_returns_what_other_backends_return(name, dtype, monkeypatch):
@@ -584,53 +586,97 @@ def test_the_reference_returns_what_other_backends_return(name, dtype, monkeypat
         leaves = [x.to(dtype).requires_grad_() for x in operation.inputs(9, 3)]
         outputs = operation(*leaves, backend=backend)
         runs.append([*outputs, *torch.autograd.grad(sum(x.float().sum() for x in outputs), leaves)])
+    most = {torch.float64: 1e-12, torch.float32: bound(9, 3), torch.bfloat16: bound(9, 3) + 2 * 2.0**-8}[dtype]
     for x, y, again in zip(*runs):
-        torch.testing.assert_close(y, x, **({} if dtype != torch.bfloat16 else {"atol": 0.1, "rtol": 0.1}))
-        assert torch.equal(y, again)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape) and torch.equal(y, again)
+        assert (x - y).abs().max() <= most * y.abs().max().clamp(min=operation.floor)
+
+
+def first_operator(function, *inputs, device="cpu", **kwargs):
+    """Name and arguments of the custom operator that a call comes to. The inputs are (shape, dtype), without data."""
+
+    class Reached(Exception):
+        pass
+
+    class Stop(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "nanohilbert":
+                raise Reached(func.overloadpacket.__name__, args)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Stop(), pytest.raises(Reached) as stop:
+        function(*(torch.ones(shape, dtype=dtype, device=device) for shape, dtype in inputs), **kwargs)
+    return stop.value.args
 
 
 def test_the_backend_is_what_was_asked_for(monkeypatch):
-    x = torch.zeros(2, 5, 3)
-    scan = {"log_decay": x, "theta": x, "b": torch.zeros(2, 5, 3, 2)}
-    asked = []
-    monkeypatch.setattr(kernels, "complex_scan_reference", lambda *args: asked.append(args) or (x, x))
-    for value, backend, count in (("reference", None, 1), ("reference", "torch", 1), ("torch", None, 1), ("", None, 1)):
-        monkeypatch.setenv("NANOHILBERT_BACKEND", value)  # a call that says so wins
-        assert kernels.check_backend() == (value or None)
-        kernels.complex_scan(**scan, backend=backend)
-        assert len(asked) == count
+    """By the call, by the environment, by device and dtype, in this order. What cannot run here is refused."""
+    shapes, single = ((2, 5, 3), (2, 5, 3), (2, 5, 3, 2)), torch.float32
+    x = [torch.zeros(shape) for shape in shapes]
+    for variable, backend, dtypes, device, expected in [
+        ("", None, 3 * [single], "cpu", "complex_scan"),
+        ("", None, 3 * [single], "cuda", "triton_scan"),
+        ("", None, [single, torch.bfloat16, torch.float16], "cuda", "triton_scan"),
+        ("", None, [single, single, torch.float64], "cuda", "complex_scan"),
+        ("", "torch", 3 * [single], "cuda", "complex_scan"),
+        ("torch", None, 3 * [single], "cuda", "complex_scan"),
+        ("reference", "torch", 3 * [single], "cpu", "complex_scan"),
+    ]:
+        if kernels.triton is None and device == "cuda":
+            continue
+        monkeypatch.setenv("NANOHILBERT_BACKEND", variable)
+        assert kernels.check_backend() == (variable or None)
+        found = first_operator(kernels.complex_scan, *zip(shapes, dtypes), device=device, backend=backend)
+        assert found[0] == expected, (variable, backend, dtypes, device)
     monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
-    for function in (kernels.check_backend, lambda: kernels.complex_scan(**scan)):
+    for function in (kernels.check_backend, lambda: kernels.complex_scan(*x)):
         with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'tritn'; known: torch, triton, reference"):
             function()
     monkeypatch.setenv("NANOHILBERT_BACKEND", "")
     if kernels.triton is not None and not INTERPRETED:
-        with pytest.raises(ValueError, match="needs CUDA tensors"):
-            kernels.complex_scan(**scan, backend="triton")
-        for q in (torch.ones(1, 1, 2, 2, 2).double(), torch.ones(1, 1, 2, 2, 2)):
-            with pytest.raises(ValueError, match="float32" if q.dtype == torch.float64 else "CUDA"):
-                kernels.born_attention(q, q, q, backend="triton")
+        for dtype, message in (torch.float32, "needs CUDA tensors"), (torch.float64, "computes in float32"):
+            with pytest.raises(ValueError, match=message):
+                kernels.complex_scan(*(y.to(dtype) for y in x), backend="triton")
+            with pytest.raises(ValueError, match=message):
+                kernels.born_attention(*3 * [torch.ones(1, 1, 2, 2, 2, dtype=dtype)], backend="triton")
     monkeypatch.setattr(kernels, "triton", None)
-    assert kernels.complex_scan(**scan)[0].dtype == torch.float32
+    assert kernels.complex_scan(*x)[0].dtype == torch.float32
     with pytest.raises(ValueError, match="not installed"):
-        kernels.complex_scan(**scan, backend="triton")
+        kernels.complex_scan(*x, backend="triton")
 
 
-@pytest.mark.skipif(kernels.triton is None, reason="there is no Triton")
-def test_the_default_backend_is_triton_on_cuda_for_what_it_computes():
-    def tensor(dtype, is_cuda):
-        return type("x", (), {"dtype": dtype, "is_cuda": is_cuda, "device": "cuda:0", "numel": lambda _: 1})()
+@compiles
+def test_born_attention_takes_the_faster_form():
+    """By "auto" the linear form from a measured length on, on a GPU from a counted one; never beyond its widest N."""
+    for device, T, N, method, expected in [
+        *(("cpu", T, N, "auto", ("born_sum", linear)) for T, N, linear in [
+            (383, 2, False), (384, 2, True), (700, 16, False), (768, 16, True), (1024, 32, False), (3072, 32, True)
+        ]),
+        *(("cuda", T, N, "auto", ("triton_born", linear)) for T, N, linear in [
+            (4095, 16, False), (4096, 16, True), (2047, 4, False), (2048, 4, True), (10**6, 33, False)
+        ]),
+        ("cuda", 9, 32, "linear", ("triton_born", True)), ("cuda", 9, 33, "linear", ("born_sum", True)),
+    ]:  # fmt: skip
+        inputs = 3 * [((1, 1, T, N, 2), torch.float32)]
+        name, args = first_operator(kernels.born_attention, *inputs, device=device, method=method)
+        assert (name, args[-1]) == expected, (device, T, N, method)
 
-    cuda = tensor(torch.float32, True)
-    for backend, tensors, expected in [
-        (None, (tensor(torch.bfloat16, True), cuda), "triton"),
-        (None, (cuda, tensor(torch.float64, True)), "torch"),
-        (None, (tensor(torch.float32, False),), "torch"),
-        ("torch", (cuda,), "torch"),
-    ]:
-        assert kernels._pick(backend, *tensors)[0] == expected
+
+@compiles
+def test_kernels_multiply_in_bfloat16_under_autocast(monkeypatch):
+    """As PyTorch's attention does in autocast's dtype; but float16 has not the range. Without autocast, as given."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets CPU tensors through
+    single, half = torch.float32, torch.float16
+    for autocast, given, expected in (None, single, single), (torch.bfloat16, single, torch.bfloat16), (
+        half, single, torch.bfloat16), (half, half, half):  # fmt: skip
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            for function, more in (kernels.born_attention, ()), (kernels.phase_memory, [((1, 1, 5), single)]):
+                inputs = *3 * [((1, 1, 5, 2, 2), given)], *more
+                _, args = first_operator(function, *inputs, backend="triton")
+                assert [x.dtype for x in args[:3]] == 3 * [expected]
 
 
+@pytest.mark.slow
 def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kernels.py"])
 
@@ -661,13 +707,25 @@ def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monk
     assert "FAILED" not in lines[-1]
 
 
-def test_kernels_import_and_compute_without_triton():
+@pytest.mark.slow
+def test_kernels_import_and_compute_where_their_compiler_is_missing():
     code = "import sys; sys.modules['triton'] = None; import torch, kernels; x = torch.zeros(1, 3, 2); "
     code += "print(kernels.complex_scan(x, None, x)[0].shape)"
     assert "3" in subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
 
 
 # ---- what is said of one operation alone ----
+
+
+def test_cayley_transition_is_eq_1_in_one_dimension():
+    """One step from psi = 1 without input is sigmoid(gate) (1 + i phi) / (1 - i phi), phi = dt / 2 (delta + omega)."""
+    delta, dt, gate, omega, b, _ = cayley_inputs(1, 1, 2, 5)
+    phi = 0.5 * dt.unsqueeze(-1) * (delta + omega)
+    expected = gate.sigmoid() * torch.complex(torch.ones_like(phi), phi) / torch.complex(torch.ones_like(phi), -phi)
+    one = torch.tensor([1.0, 0.0]).double().expand(1, 2, 5, 2)
+    for backend in "torch", "reference":
+        psi, _ = kernels.cayley_scan(delta, dt, gate, omega, 0 * b, one, backend=backend)
+        torch.testing.assert_close(torch.view_as_complex(psi), expected)
 
 
 def test_clamped_scan_is_algorithm_2_and_where_it_departs():
@@ -696,9 +754,14 @@ def test_clamped_scan_is_algorithm_2_and_where_it_departs():
     torch.testing.assert_close(h[0, :, 0, 0], torch.tensor([1.0, 2.0, 3.0]))
 
 
-def born_at_extreme_scores(backend, method, T):
+@BOTH
+@FORMS
+def test_born_attention_at_extreme_scores(backend, method, monkeypatch):
     """The scale of q and k, rows of zeros, and queries orthogonal to the keys, or nearly, where the floor decides."""
-    operation, most = born(method), bound(T, 8)
+    T, cut = (200, 64) if backend == "torch" else (37, 32)
+    operation, most = OPERATIONS[method], bound(T, 8)
+    if backend == "triton":
+        small_tiles(monkeypatch)
 
     def o(q, k):
         given = (x.float().to(KERNEL_DEVICE if backend == "triton" else "cpu") for x in (q, k, v))
@@ -706,9 +769,8 @@ def born_at_extreme_scores(backend, method, T):
 
     q, k, v = (x[:, :1] for x in born_inputs(1, 2, T, 4))
     exact = kernels.born_attention_reference(q, k, v)
-    for scale in (1e-12, 1e12):  # eq. 5 does not depend on the scale of q or k; nor does the output here
-        torch.testing.assert_close(o(scale * q, k), exact, atol=2e-5, rtol=0)
-        torch.testing.assert_close(o(q, scale * k), exact, atol=2e-5, rtol=0)
+    for q_scale, k_scale in (1e-12, 1), (1e12, 1), (1, 1e-12), (1, 1e12):  # eq. 5 does not depend on them
+        torch.testing.assert_close(o(q_scale * q, k_scale * k), exact, atol=2e-5, rtol=0)
     zero, late = q.clone(), torch.zeros_like(k)
     zero[:, :, T // 5 : T // 2] = 0  # no direction at all
     late[:, :, T // 2 :] = k[:, :, T // 2 :]  # no key at first
@@ -722,7 +784,7 @@ def born_at_extreme_scores(backend, method, T):
     for inputs in cases:
         assert errors(operation, inputs, backend=backend) < most
     if method == "linear":  # the floor of a past in the state, and alone in the gradient of coordinates that q lacks
-        assert errors(partial(operation, cuts=(64,)), (first, second, v), backend=backend) < most
+        assert errors(partial(operation, cuts=(cut,)), (first, second, v), backend=backend) < most
 
         def lacking(q, k, v, backend):
             return operation(q, torch.cat((second[..., :1, :].to(k), k), -2), v, backend=backend)
@@ -733,78 +795,67 @@ def born_at_extreme_scores(backend, method, T):
     assert (found[:, :, : min(64, T // 2)] == 0).all()  # the chunk's own scores are exact, not a difference of features
     exact = kernels.born_attention_reference(first, second, v)
     torch.testing.assert_close(found[:, :, T // 2 :], exact[:, :, T // 2 :], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("method", ["quadratic", "linear"])
-def test_born_attention_at_extreme_scores(method):
-    born_at_extreme_scores("torch", method, 200)
+    if backend == "triton":  # by powers of two there is no rounding at all
+        usual = o(q, k)
+        assert torch.equal(o(2.0**-100 * q, k), usual) and torch.equal(o(2.0**100 * q, k), usual)
+        largest = 1.5 * 2.0**127 * (q / q.abs().amax((-1, -2), keepdim=True))
+        torch.testing.assert_close(o(largest, k), usual, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("cut", [None, 37, 1])
-@pytest.mark.parametrize("method", ["quadratic", "linear"])
+@FORMS
 def test_born_attention_of_orthogonal_queries_is_bounded(method, cut):
     """Queries in a random orthogonal complement of the old keys: what is left is the rounding of the features. Neither
     output nor gradients may blow it up."""
-    N, T = 16, 200
-    basis = torch.linalg.qr(torch.complex(randn(N, N), randn(N, N, seed=1)))[0]
+    N, T = 16, 140
+    basis = unitary_columns(N).mT
     q, k = torch.complex(randn(T, N), randn(T, N, seed=2)), torch.complex(randn(T, N, seed=3), randn(T, N, seed=4))
     q[:, : N // 2], k[:, N // 2 :] = 0, 0
     q, k = (torch.view_as_real(x @ basis.mT).view(1, 1, T, N, 2).float().requires_grad_() for x in (q, k))
     v = randn(1, 1, T, N, 2, seed=5).float().requires_grad_()
-    o = born(method, cut)(q, k, v)[0]
+    o = OPERATIONS[method](q, k, v, cuts=() if cut is None else range(cut, T, cut))[0]
     assert o.abs().max() < v.abs().max()
     assert all(x.abs().max() < 1e4 for x in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
-def negative_past(backend, dtype, method):
-    """o and gradients after a past whose state gives the features of q a negative weight, as rounding can make it: the
-    masses 1 and 1, and 8 for the feature that has the other sign."""
-    q = torch.tensor([[1.0, 0.0], [-0.5, 0.0]]).expand(1, 1, 3, 2, 2)
-    S = randn(1, 1, 4, 5)
-    S[..., -1] = torch.tensor([1.0, 0.0, 8.0, 1.0])
-    k, v = 0.1 * randn(1, 1, 3, 2, 2, seed=1), randn(1, 1, 3, 2, 2, seed=2)
-    device = KERNEL_DEVICE if backend == "triton" else "cpu"
-    q, k, v, S = leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in (q, k, v, S)]
-    o, _ = kernels.born_attention(q, k, v, (S, k[:, :, :0], v[:, :, :0]), method, backend)
-    return [x.detach().cpu().double() for x in (o, *torch.autograd.grad(o.sum(), leaves))]
+@BOTH
+@FORMS
+def test_born_weights_of_a_state_are_not_negative(backend, method):
+    """A past whose state gives the features of q a negative weight, as rounding can make it: the masses 1 and 1, and 8
+    for the feature that has the other sign. The weight counts as 0: the reference says so, and its numerator stays."""
+    if backend == "triton" and method == "quadratic":
+        return  # it takes no state
 
+    def run(backend, dtype):
+        q = torch.tensor([[1.0, 0.0], [-0.5, 0.0]]).expand(1, 1, 3, 2, 2)
+        S = randn(1, 1, 4, 5)
+        S[..., -1] = torch.tensor([1.0, 0.0, 8.0, 1.0])
+        k, v = 0.1 * randn(1, 1, 3, 2, 2, seed=1), randn(1, 1, 3, 2, 2, seed=2)
+        device = KERNEL_DEVICE if backend == "triton" else "cpu"
+        q, k, v, S = leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in (q, k, v, S)]
+        o, _ = kernels.born_attention(q, k, v, (S, k[:, :, :0], v[:, :, :0]), method, backend)
+        return [x.detach().cpu().double() for x in (o, *torch.autograd.grad(o.sum(), leaves))]
 
-def assert_negative_past(backend, dtype, method):
-    """The weight counts as 0: the reference says so, and its numerator stays."""
-    expected = negative_past("reference", torch.float64, method)
+    expected = run("reference", torch.float64)
     assert expected[0].abs().max() > 1e4  # over the floor
-    for x, y in zip(negative_past(backend, dtype, method), expected):
-        assert (x - y).abs().max() <= (1e-5 if dtype == torch.float32 else 1e-9) * y.abs().max()
-
-
-@pytest.mark.parametrize("method", ["quadratic", "linear"])
-def test_born_weights_of_a_state_are_not_negative(method):
-    assert_negative_past("torch", torch.float64, method)
-
-
-def test_auto_takes_the_faster_form(monkeypatch):
-    """Seen by the operator's argument: the linear form from T = max(384, 3 N^2) on."""
-    picked, real = [], kernels._born_sum
-    monkeypatch.setattr(kernels, "_born_sum", lambda *args: picked.append(args[-1]) or real(*args))
-    for T, N in ((383, 2), (384, 2), (700, 16), (768, 16), (1024, 32), (3072, 32)):
-        kernels.born_attention(*(torch.ones(1, 1, T, N, 2) for _ in range(3)), backend="torch")
-    assert picked == [False, True, False, True, False, True]
+    for x, y in zip(run(backend, torch.float32 if backend == "triton" else torch.float64), expected):
+        assert (x - y).abs().max() <= (1e-5 if backend == "triton" else 1e-9) * y.abs().max()
 
 
 def test_born_state_is_small_and_the_sum_it_says():
-    """However the past was cut, S and the newest tokens are the same, and as large after 5 chunks as after 50. The
+    """However the past was cut, S, whose size stays the same, and the newest tokens are equal. The
     reference and the torch path go on from each other's states."""
-    q, k, v = (x.float() for x in born_inputs(1, 2, 340, 3))
+    q, k, v = (x.float() for x in born_inputs(1, 2, 200, 3))
     states = []
-    for cut in (340, 64, 100, 1):
+    for cut in (200, 64, 100, 1):
         state = None
-        for part in torch.arange(340).split(cut):
+        for part in torch.arange(200).split(cut):
             _, state = kernels.born_attention(q[:, :, part], k[:, :, part], v[:, :, part], state)
         states.append(kernels.born_fold(state))
     for S, tail_k, tail_v in states:
         torch.testing.assert_close(S, states[0][0], atol=1e-4, rtol=1e-4)
-        assert torch.equal(tail_k, k[:, :, 320:])
-        assert torch.equal(tail_v, v[:, :, 320:])
+        assert torch.equal(tail_k, k[:, :, 192:])
+        assert torch.equal(tail_v, v[:, :, 192:])
     assert states[0][0].shape == (1, 2, 9, 7)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         q, k, v = (x.to(dtype) for x in born_inputs(1, 2, 150, 3))
@@ -843,19 +894,20 @@ def test_retrieval_with_orthogonal_keys_is_lossless():
     d = 16
     keys, values = unitary_columns(d), torch.complex(randn(d, d, seed=5), randn(d, d, seed=6))
     k, v = (torch.view_as_real(x).view(1, 1, d, d, 2) for x in (keys, values))
-    _, S = kernels.phase_memory(torch.zeros_like(k), k, v, torch.zeros(1, 1, d).double())
+    zero, gates = torch.zeros(1, 1, 1, d, 2).double(), torch.zeros(1, 1, d).double()
+
+    def retrieve(q, S):
+        return kernels.phase_memory(q, zero, zero, gates[..., :1], S)[0][0, 0, 0]
+
+    _, S = kernels.phase_memory(torch.zeros_like(k), k, v, gates)
     for j in range(d):
-        zero = torch.zeros(1, 1, 1, d, 2).double()
-        y, _ = kernels.phase_memory(k[:, :, j : j + 1], zero, zero, torch.zeros(1, 1, 1).double(), S)
-        torch.testing.assert_close(y[0, 0, 0], v[0, 0, j], atol=1e-12, rtol=0)
+        torch.testing.assert_close(retrieve(k[:, :, j : j + 1], S), v[0, 0, j], atol=1e-12, rtol=0)
     # One pair more has no orthogonal key left, and what it adds is retrieved with the others.
-    _, crowded = kernels.phase_memory(zero, k[:, :, :1] + k[:, :, 1:2], v[:, :, 2:3], torch.zeros(1, 1, 1).double(), S)
-    y, _ = kernels.phase_memory(k[:, :, :1], zero, zero, torch.zeros(1, 1, 1).double(), crowded)
-    assert (y[0, 0, 0] - v[0, 0, 0]).abs().max() > 0.1
+    _, crowded = kernels.phase_memory(zero, k[:, :, :1] + k[:, :, 1:2], v[:, :, 2:3], gates[..., :1], S)
+    assert (retrieve(k[:, :, :1], crowded) - v[0, 0, 0]).abs().max() > 0.1
     # A turn of the key by a phase turns what is retrieved: the product with k^* is complex, not its real part.
     turned = torch.view_as_real(torch.view_as_complex(k[:, :, :1].contiguous()) * 1j)
-    y, _ = kernels.phase_memory(turned, zero, zero, torch.zeros(1, 1, 1).double(), S)
-    torch.testing.assert_close(torch.view_as_complex(y[0, 0, 0]), 1j * values[0])
+    torch.testing.assert_close(torch.view_as_complex(retrieve(turned, S)), 1j * values[0])
 
 
 def test_temperature_cancels():
@@ -942,84 +994,10 @@ def test_real_born_cell_squares_the_real_product():
 # ---- Triton kernels: on a GPU, or in Triton's interpreter ----
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Blocks that a short test crosses several times: the interpreter is slow."""
-    sizes = {"SCAN_TILES": ((8, 4), (4, 4)), "SELECTIVE_TILE": (8, 8), "SELECTIVE_CHUNK": 8, "SELECTIVE_PROGRAMS": 4}
-    # the tiles of Born attention and of the phase memory are divided for float32
-    sizes |= {"BORN_TILE": (16, 16, 16), "BORN_SPAN": 64, "PHASE_TILE": (64, 32, 32)}
-    for name, value in sizes.items():
-        monkeypatch.setattr(kernels, name, value)
-
-
-def on_triton(*tensors):
-    return [x.detach().to(KERNEL_DEVICE, torch.float32, copy=True).requires_grad_() for x in tensors]
-
-
-TRITON_SHAPES = [  # operation, B, T, n; cuts; constants of kernels.py
-    ("complex", 2, 1, 1, (), {}), ("complex", 1, 35, 5, (), {}), ("complex", 2, 25, 5, (), {"SCAN_PROGRAMS": 8}),
-    ("complex", 1, 9, 5, (), {"SCAN_PROGRAMS": 18}),
-    ("real", 1, 8, 3, (), {}), ("real", 1, 35, 5, (), {"SCAN_PROGRAMS": 6}),
-    ("cayley", 1, 7, 3, (), {}),  # 3 of 4 columns of a head
-    ("cayley", 2, 25, 2, (), {"SCAN_PROGRAMS": 8}),  # two heads a block
-    ("cayley", 1, 9, 5, (), {}),  # a head wider than a tile, which grows in channels and shrinks in time
-    ("ungated", 1, 9, 3, (), {}), ("ungated", 1, 20, 2, (), {"SCAN_PROGRAMS": 6}),
-    ("selective", 2, 1, 1, (), {}), ("selective", 2, 7, 4, (), {}), ("selective", 2, 26, 8, (), {}),
-    ("quadratic", 1, 1, 2, (), {}), ("quadratic", 2, 7, 3, (), {}), ("quadratic", 1, 33, 5, (), {}),
-    ("quadratic", 1, 70, 8, (), {"BORN_TILE": (64, 32, 32)}), ("quadratic", 1, 70, 8, (), {"BORN_TILE": (64, 64, 32)}),
-    ("quadratic", 1, 20, 33, (), {}),
-    ("linear", 1, 1, 3, (), {}), ("linear", 2, 7, 1, (), {}), ("linear", 1, 65, 5, (), {}),
-    ("linear", 1, 66, 9, (), {}), ("linear", 1, 140, 3, (70, 139), {}),
-    ("linear", 1, 130, 5, (), {"BORN_TILE": (64, 128, 64), "BORN_FEATURES": 64, "BORN_SPAN": 128}),
-    *((name, *rest) for name in ("phase", "memory") for rest in [
-        (2, 1, 3, (), {}), (2, 7, 5, (), {}), (1, 33, 4, (20,), {}), (1, 35, 20, (), {}),
-        (1, 20, 40, (), {"PHASE_TILE": (64, 64, 32)}), (1, 20, 40, (), {"PHASE_TILE": (64, 32, 64)}),
-    ]),
-]  # fmt: skip
-
-
 @needs_triton
-@pytest.mark.parametrize(("name", "B", "T", "n", "cuts", "constants"), TRITON_SHAPES)
-def test_triton_equals_reference(name, B, T, n, cuts, constants, small_tiles, monkeypatch):
-    """Several blocks, chunks and segments, and sizes that fill none of them; also strided, and the same bits twice."""
-    for key, value in constants.items():
-        monkeypatch.setattr(kernels, key, value)
-    if name == "linear":
-        monkeypatch.setattr(kernels, "_born_sum", None)  # the torch path
-    operation, odd = OPERATIONS[name], T % 2 == 1
-    function = partial(operation, cuts=cuts)
-    inputs = operation.inputs(T, n, B=B)
-    if operation.axis == 2 and B == 1:
-        inputs = [x[:, :1] for x in inputs]  # one head
-    found = errors(function, inputs, strided=odd, floor=operation.floor, backend="triton", twice=T in (7, 25))
-    assert found < bound(T, n)
-
-
-@needs_triton
-@pytest.mark.parametrize("value", [0.0, -1e-9, -200.0, -1e5], ids=str)
-def test_triton_at_extreme_gates(value, small_tiles):
-    """Decays of exactly 1 to exactly 0, in turns; steps that hardly change the state, or forget it at once."""
-    gates = torch.where(torch.arange(20) % 3 == 0, value, -1e-3).double()
-    cayley = list(cayley_inputs(1, 20, 2, 2))
-    cayley[2] = gates.view(1, 20, 1, 1).expand_as(cayley[2])
-    inputs = {
-        "complex": (gates.view(1, 20, 1).repeat(1, 1, 3), *scan_inputs(1, 20, 3)[1:]),
-        "cayley": cayley,
-        "selective": [-value * x if i == 1 else x for i, x in enumerate(selective_inputs(1, 20, 3, 2))],
-        "phase": [gates.view(1, 1, 20) if i == 3 else x for i, x in enumerate(phase_inputs(1, 1, 20, 4))],
-    }
-    if value == 0:  # phases of up to 5,000: half a turn, almost
-        inputs["ungated"] = without((1e5 * cayley[0] * (randn(1, 20, 2, 2) > 1), *cayley[1:]), 2)
-    for name, given in inputs.items():
-        assert errors(OPERATIONS[name], given, backend="triton") < (1e-5 if name == "ungated" else bound(20, 4)), name
-    if value == 0:
-        for real in (False, True):
-            closed_gate(20, 11, real, "triton")
-
-
-@needs_triton
-def test_triton_angles(small_tiles):
+def test_triton_angles(monkeypatch):
     """One step from h = 1 is exp(i theta): the kernel's own sine and cosine, at large angles and at every octant."""
+    small_tiles(monkeypatch)
     angles = torch.cat((1e4 * randn(12).clamp(-1, 1), torch.arange(-12, 12) * math.pi / 4)).float()[None, None]
     h0 = torch.tensor([1.0, 0.0]).expand(1, angles.shape[-1], 2)
     zero = torch.zeros(1, 1, angles.shape[-1])
@@ -1031,34 +1009,9 @@ def test_triton_angles(small_tiles):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_triton_in_half_precision(dtype, small_tiles, monkeypatch):
-    """States are float32. In scans gradients and y alone are rounded, once (the interpreter cuts off). The others
-    multiply in bfloat16."""
-    monkeypatch.setattr(kernels, "PHASE_TILE", (16, 16, 16))
-    once, products = (2.0**-7 if dtype == torch.bfloat16 else 2.0**-10) + bound(40, 8), 3e-2
-    sizes = {"linear": (70, 5, (66,)), "phase": (33, 17, ()), "memory": (33, 17, ())}
-    # float16 takes the same path as bfloat16, but for the type of what is loaded and stored
-    for name in OPERATIONS if dtype == torch.bfloat16 else ("cayley", "selective", "quadratic", "phase"):
-        operation = OPERATIONS[name]
-        T, n, cuts = sizes.get(name, (20, 3, ()))
-        function = partial(operation, cuts=cuts)
-        most = once if operation.axis == 1 else products
-        assert errors(function, operation.inputs(T, n, B=1), dtype, True, 0.1, "triton") < most, name
-        given = (x.to(KERNEL_DEVICE, dtype) for x in operation.inputs(3, 2, B=1))
-        output, state = operation.function(*given, backend="triton")
-        assert output.dtype == (dtype if name == "selective" else torch.float32)
-        assert {x.dtype for x in tensors(state)} == {torch.float32}
-    q, k, v, log_gamma, _ = phase_inputs(1, 1, 20, 3)
-    given = [x.to(KERNEL_DEVICE) for x in (q.to(dtype), k.float(), v.to(dtype), log_gamma.to(dtype))]
-    y, _ = kernels.phase_memory(*given, backend="triton")
-    expected, _ = kernels.phase_memory_reference(q.to(dtype), k, v.to(dtype), log_gamma.to(dtype))
-    torch.testing.assert_close(y.cpu().double(), expected, atol=1e-5, rtol=1e-5)  # one float32 input: all in float32
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_triton_half_precision_at_extremes(dtype, small_tiles):
+def test_triton_half_precision_at_extremes(dtype, monkeypatch):
     """One token; a key above all others; rows of zeros; values, states and gradients beyond the range of float16."""
+    small_tiles(monkeypatch)
     q, k, v = (x[:, :1] for x in born_inputs(1, 2, 20, 3))
     above, no_q, no_k, late = k.clone(), q.clone(), k.clone(), k.clone()
     above[:, :, 3] *= 1e4
@@ -1088,55 +1041,40 @@ def test_triton_half_precision_at_extremes(dtype, small_tiles):
     large = [x.to(KERNEL_DEVICE, dtype) for x in born_inputs(1, 1, 20, 2)]
     large[1] *= 3e4 / large[1].abs().max()  # its weights, near 1e9, are beyond float16
     assert kernels.born_attention(*large, backend="triton")[0].isfinite().all()
+    q, k, v, log_gamma, _ = phase_inputs(1, 1, 9, 3)
+    given = [x.to(KERNEL_DEVICE) for x in (q.to(dtype), k.float(), v.to(dtype), log_gamma.to(dtype))]
+    y, _ = kernels.phase_memory(*given, backend="triton")
+    expected, _ = kernels.phase_memory_reference(q.to(dtype), k, v.to(dtype), log_gamma.to(dtype))
+    torch.testing.assert_close(y.cpu().double(), expected, atol=1e-5, rtol=1e-5)  # one float32 input: all in float32
 
 
 @needs_triton
-def test_triton_without_elements():
-    for name, operation in OPERATIONS.items():
-        inputs = [x.float().to(KERNEL_DEVICE) for x in operation.inputs(5, 3, B=0)]
-        output, _ = operation.function(*inputs, backend="triton")
-        assert output.shape[operation.axis] == 5 and not output.numel(), name
-
-
-@needs_triton
-def test_triton_reads_views_where_they_lie(small_tiles, monkeypatch):
+def test_triton_reads_views_where_they_lie(monkeypatch):
     """Slices of one projection, as the models give them: no copies, and the gradients find their columns."""
+    small_tiles(monkeypatch)
     read, launch = [], kernels._launch
-    monkeypatch.setattr(kernels, "_launch", lambda *args, **c: (read.append(args[2:]), launch(*args, **c)))
-    B, T, H, N = 2, 9, 2, 3
-    projections = []
+    monkeypatch.setattr(kernels, "_launch", lambda *args, **c: (read.extend(args[2:]), launch(*args, **c)))
+    T = 9
+    for name, operation in OPERATIONS.items():
+        inputs, projections = operation.inputs(T, 3), []
+        sliced = [inputs[i].movedim(operation.axis, 1) for i in operation.timed]  # (B, T, ...)
 
-    def cayley(p, dt, omega, h0, backend):
-        projections.append(p)
-        delta, gate, b = p.split((H * N, H * N, 2 * H * N), -1)
-        heads = [x.unflatten(-1, (H, N)) for x in (delta, gate)] + [b.unflatten(-1, (H, N, 2))]
-        return kernels.cayley_scan(heads[0], dt, heads[1], omega, heads[2], h0, backend=backend)
+        def function(projection, *rest, backend):
+            parts = projection.split([x[0, 0].numel() for x in sliced], -1)  # noqa: B023
+            views = [x.unflatten(-1, y.shape[2:] or (1,)) for x, y in zip(parts, sliced)]  # noqa: B023
+            others = iter(rest)
+            named = {i: x.movedim(1, operation.axis) for i, x in zip(operation.timed, views)}  # noqa: B023
+            projections.append(projection)  # noqa: B023
+            given = [named[i] if i in named else next(others) for i in range(len(inputs))]  # noqa: B023
+            return operation(*given, backend=backend)  # noqa: B023
 
-    def of_heads(function, pair):  # q, k and v are (B, T, H, n), transposed
-        def operation(p, *rest, backend):
-            projections.append(p)
-            qkv = (x.unflatten(-1, (H, N, *pair)).transpose(1, 2) for x in p.chunk(3, -1))
-            return [x for x in function(*qkv, *rest, backend=backend) if isinstance(x, torch.Tensor)]
-
-        return operation
-
-    dt, omega, h0 = 0.1 * randn(B, T, H).sigmoid(), randn(H, N), randn(B, H, N, 2)
-    gates = -randn(B, H, T).abs()
-    for function, inputs, count in (
-        (cayley, (randn(B, T, 4 * H * N), dt, omega, h0), 3),
-        (of_heads(kernels.born_attention, (2,)), (randn(B, T, 6 * H * N),), 3),
-        (of_heads(partial(kernels.born_attention, method="linear"), (2,)), (randn(B, T, 6 * H * N),), 3),
-        (of_heads(kernels.phase_memory, (2,)), (randn(B, T, 6 * H * N), gates), 3),
-        (of_heads(partial(kernels.phase_memory, real=True), ()), (randn(B, T, 3 * H * N), gates), 3),
-    ):
-        read.clear(), projections.clear()
-        assert errors(function, inputs, backend="triton", floor=0.1) < bound(T, 4)
+        read.clear()
+        projected = torch.cat([x.flatten(2) for x in sliced], -1), *without(inputs, *operation.timed)
+        assert errors(function, projected, backend="triton", floor=0.1) < bound(T, 4), name
         storage = projections[0].untyped_storage().data_ptr()
-        starts = {
-            x.data_ptr() for args in read for x in args
-            if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() == storage
-        }  # fmt: skip
-        assert len(starts) == count
+        given = [x for x in read if isinstance(x, torch.Tensor) and x.numel()]
+        found = {x.data_ptr() for x in given if x.untyped_storage().data_ptr() == storage}
+        assert len(found) == len(operation.timed), name
     # Dense, but not in the order of their axes, as `torch.empty_like` would keep them; and no gradient of y.
     u, dt, A, B_, _, state = selective_inputs(2, 9, 3, 2)
 
@@ -1148,27 +1086,13 @@ def test_triton_reads_views_where_they_lie(small_tiles, monkeypatch):
     def apart(*x, backend):  # pairs that do not follow one another
         return kernels.born_attention(*(y[..., ::2, :] for y in x), backend=backend)[:1]
 
-    assert errors(apart, born_inputs(1, 1, T, 2 * N), backend="triton", floor=1.0) < bound(T, 4)
+    assert errors(apart, born_inputs(1, 1, T, 6), backend="triton", floor=1.0) < bound(T, 4)
 
 
 @needs_triton
-@pytest.mark.parametrize("method", ["quadratic", "linear"])
-def test_triton_born_at_extreme_scores(method, small_tiles):
-    T = 33 if method == "quadratic" else 70
-    born_at_extreme_scores("triton", method, T)
-    q, k, v = (x.float().to(KERNEL_DEVICE) for x in born_inputs(1, 1, T, 4))
-    o = {}
-    for scale in (1.0, 2.0**-100, 2.0**100):
-        o[scale] = kernels.born_attention(scale * q, k, v, method=method, backend="triton")[0]
-    assert torch.equal(o[1.0], o[2.0**-100]) and torch.equal(o[1.0], o[2.0**100])
-    largest = 1.5 * 2.0**127 * (q / q.abs().amax((-1, -2), keepdim=True))
-    found = kernels.born_attention(largest, k, v, method=method, backend="triton")[0]
-    torch.testing.assert_close(found, o[1.0], atol=2e-5, rtol=2e-5)
-
-
-@needs_triton
-def test_triton_born_hands_over_its_state(small_tiles):
+def test_triton_born_hands_over_its_state(monkeypatch):
     """From Triton to torch and back, folded, or with gradients not yet; S as in the torch path, however it was cut."""
+    small_tiles(monkeypatch, BORN_SPAN=64)
     q, k, v = (x.float().to(KERNEL_DEVICE) for x in born_inputs(1, 1, 80, 3))
     _, (S, *rest) = kernels.born_attention(q, k, v, method="linear", backend="torch")
     for cuts in ((), (64, 65)):
@@ -1185,54 +1109,24 @@ def test_triton_born_hands_over_its_state(small_tiles):
     torch.testing.assert_close(o, expected, atol=1e-6, rtol=1e-5)
     for x, y in zip(*(torch.autograd.grad(y.sin().sum(), given) for y in (o, expected))):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
-    assert_negative_past("triton", torch.float32, "linear")
     function = partial(OPERATIONS["quadratic"], cuts=(20,))
     assert errors(function, born_inputs(1, 1, 30, 3), backend="triton", floor=1.0) < bound(30, 3)
+    with torch.no_grad(), torch.autocast(KERNEL_DEVICE, torch.float16):  # whose range float32 numbers may leave
+        o, state = kernels.born_attention(*one[:1], 1e5 * one[1], one[2], backend="triton")
+    assert o.isfinite().all() and o.dtype == torch.float32
+    assert torch.equal(state[1], 1e5 * one[1]) and torch.equal(state[2], one[2])  # what the state keeps is not rounded
 
 
 @needs_triton
-def test_triton_born_takes_the_linear_form_where_it_pays(small_tiles, monkeypatch):
-    """By "auto" from a counted length on, never beyond the widest N."""
-    picked, real = [], kernels._triton_born
-    monkeypatch.setattr(kernels, "_triton_born", lambda *x: picked.append(x[-1]) or real(*x))
-    rule = kernels._linear_is_faster
-    assert [rule(*x, True) for x in ((4095, 16), (4096, 16), (2048, 4), (10**6, 33))] == [False, True, True, False]
-    monkeypatch.setattr(kernels, "_linear_is_faster", lambda T, N, triton: T >= 5)
-    for T, N in ((4, 2), (5, 2), (5, 33)):
-        kernels.born_attention(*(torch.ones(1, 1, T, N, 2, device=KERNEL_DEVICE) for _ in range(3)), backend="triton")
-    assert picked == [False, True]
-
-
-@needs_triton
-def test_triton_multiplies_in_the_dtype_of_autocast(small_tiles, monkeypatch):
-    """As scaled_dot_product_attention does; without autocast, in float32."""
-    dtypes, born, phase = [], kernels._triton_born, kernels._triton_phase
-    monkeypatch.setattr(kernels, "_triton_born", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), born(*x))[1])
-    monkeypatch.setattr(kernels, "_triton_phase", lambda *x: (dtypes.extend(y.dtype for y in x[:3]), phase(*x))[1])
-    q, k, v = (randn(1, 1, 5, 2, 2, seed=i).float().to(KERNEL_DEVICE) for i in range(3))
-    gates = torch.zeros(1, 1, 5, device=KERNEL_DEVICE)
-    for enabled in (True, False):
-        with torch.autocast(KERNEL_DEVICE, torch.bfloat16, enabled=enabled):
-            for method in ("quadratic", "linear"):
-                o, _ = kernels.born_attention(q, k, v, method=method, backend="triton")
-            y, S = kernels.phase_memory(q, k, v, gates, backend="triton")
-        assert o.dtype == y.dtype == S.dtype == torch.float32
-    assert dtypes == 9 * [torch.bfloat16] + 9 * [torch.float32]
-    dtypes.clear()
-    with torch.autocast(KERNEL_DEVICE, torch.float16):  # whose range float32 numbers may leave
-        o, state = kernels.born_attention(q, 1e5 * k, v, backend="triton")
-        y, _ = kernels.phase_memory(q, 1e5 * k, v, gates, backend="triton")
-        kernels.born_attention(q.half(), k.half(), v.half(), backend="triton")
-    assert o.isfinite().all() and y.isfinite().all()
-    assert dtypes == 6 * [torch.bfloat16] + 3 * [torch.float16]
-    assert torch.equal(state[1], 1e5 * k) and torch.equal(state[2], v)  # what the state keeps is not rounded
-
-
-@needs_triton
-def test_triton_operators_are_what_they_declare(small_tiles):
+def test_triton_operators_are_what_they_declare(monkeypatch):
     """Shapes and dtypes of the fake implementations, gradients of one output alone, dtypes that differ."""
+    small_tiles(monkeypatch)
     check = partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     operators = torch.ops.nanohilbert
+
+    def on_triton(*tensors):
+        return [x.detach().to(KERNEL_DEVICE, torch.float32, copy=True).requires_grad_() for x in tensors]
+
     q, k, v, log_gamma, S = on_triton(*phase_inputs(1, 2, 9, 3))
     check(operators.triton_phase.default, (q, k, v, log_gamma, S, False))
     for linear, past in ((False, None), (True, None), (True, on_triton(randn(2, 63))[0])):
@@ -1252,17 +1146,14 @@ def test_triton_operators_are_what_they_declare(small_tiles):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "hmamba:D=4:N=2:H=2", "hmamba:gate=none:D=4:N=2:H=2", "hmamba:field=real:D=4:N=2:H=2", "mamba:D=4:N=2",
-        "htransformer:D=4:N=2:H=2", "pam:D=8:H=2", "sam:D=8:H=2",
-    ],
-)  # fmt: skip
-def test_triton_in_models(spec, small_tiles, monkeypatch):
+@pytest.mark.parametrize("spec", [
+    "hmamba:D=4:N=2:H=2", "hmamba:field=real:D=4:N=2:H=2", "mamba:D=4:N=2", "htransformer:D=4:N=2:H=2", "pam:D=8:H=2",
+])  # fmt: skip
+def test_triton_in_models(spec, monkeypatch):
     """Loss and gradients of a model as with the torch paths; also checkpointed, compiled, and under bf16 autocast."""
+    small_tiles(monkeypatch)
     model = make(spec, L=1).to(KERNEL_DEVICE)
-    idx = text_batch(2, 10).to(KERNEL_DEVICE)
+    idx = text_batch(1, 10).to(KERNEL_DEVICE)
 
     def run(backend):
         monkeypatch.setenv("NANOHILBERT_BACKEND", backend)
@@ -1289,11 +1180,11 @@ def test_triton_in_models(spec, small_tiles, monkeypatch):
 def test_every_launch_is_on_one_grid_axis_with_four_warps_and_fused_multiply_add():
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *args, **options: launches.append((grid, args, options))
+            return lambda *args, **options: found.append((grid, args, options))
 
-    launches, x = [], torch.zeros(1)
+    found, x = [], torch.zeros(1)
     kernels._launch(Kernel(), 70_000, x, 3, TIME=8)
-    assert launches == [((70_000,), (x, 3), {"TIME": 8} | kernels.OPTIONS)]
+    assert found == [((70_000,), (x, 3), {"TIME": 8} | kernels.OPTIONS)]
     assert kernels.OPTIONS["num_warps"] <= 4
     assert "enable_fp_fusion" in kernels.OPTIONS
 
@@ -1332,7 +1223,7 @@ def launches(dtype):
 
 
 def resources(kernel, args, constants, target):
-    """Of a launch, compiled without a GPU: registers, bytes of stack and of local memory, shared memory."""
+    """Of a launch, compiled without a GPU: registers, bytes of stack, local and shared memory, tensor core products."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -1355,9 +1246,8 @@ def resources(kernel, args, constants, target):
         file.flush()
         cuobjdump = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         usage = subprocess.check_output([cuobjdump, "--dump-resource-usage", file.name], text=True)
-    return {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")} | {
-        "SHARED": binary.metadata.shared
-    }
+    found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
+    return found | {"SHARED": binary.metadata.shared, "MMA": len(re.findall(r"\b(?:wg)?mma\.", binary.asm["ptx"]))}
 
 
 def print_resources():
@@ -1372,7 +1262,7 @@ def print_resources():
 def background(request):
     """The two long runs of other processes begin with the first test, on the core that the tests leave idle."""
     commands = {
-        "test_interpreter": ["-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", "test_triton", __file__],
+        "test_interpreter": ["-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", "triton", __file__],
         "test_kernels_compile_for_a100_and_h100": ["-c", "import test_all; test_all.print_resources()"],
     }
     variables = {"test_interpreter": {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}}
@@ -6768,7 +6658,7 @@ def test_task_differences_are_those_of_the_seeds(name):
 @pytest.mark.slow
 @compiles
 def test_interpreter(background):
-    """All tests named test_triton in Triton's interpreter, which replaces the kernels of a whole process."""
+    """All tests with "triton" in their names in Triton's interpreter, which replaces the kernels of a whole process."""
     output, _ = background["test_interpreter"].communicate()
     assert background["test_interpreter"].returncode == 0, output[-3000:]
     assert "skipped" not in output
@@ -6778,11 +6668,14 @@ def test_interpreter(background):
 @pytest.mark.slow
 @compiles
 def test_kernels_compile_for_a100_and_h100(background):
-    """Every kernel, in float32 and bfloat16, without a GPU: no spill, no stack, no more shared memory than the chip has."""
+    """Every kernel, in float32 and bfloat16, without a GPU: no spill, no stack, no more shared memory than a chip has,
+    and matrix products in bfloat16 on tensor cores."""
     output, _ = background["test_kernels_compile_for_a100_and_h100"].communicate()
     assert background["test_kernels_compile_for_a100_and_h100"].returncode == 0, output[-3000:]
     rows = [line.split() for line in output.splitlines() if line.startswith("_")]
-    for name, target, dtype, registers, *rest, shared in rows:
+    for name, target, dtype, registers, *rest, shared, products in rows:
+        multiplies = dtype == "torch.bfloat16" and re.match("_phase|_born_(state|forward|query|key)", name)
+        assert bool(multiplies) == (products != "MMA:0"), (name, target, dtype, products)
         assert rest == ["STACK:0", "LOCAL:0"], (name, target, dtype, registers, rest)
         assert int(shared.removeprefix("SHARED:")) <= {"80": 163, "90": 227}[target] * 1024, (name, target, dtype, shared)
     names = {name for name in vars(kernels) if name.endswith("_kernel")}
