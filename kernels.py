@@ -592,12 +592,13 @@ def _complex_mul(x, y):
     return torch.stack((x_re * y_re - x_im * y_im, x_re * y_im + x_im * y_re), -1)
 
 
-def _step(a, h, b):
+def _step(a, h, b, out=(None, None)):
     """a h + b for lists of planes: [re, im], or [re] alone where everything is real."""
-    re = torch.addcmul(b[0], a[0], h[0])
+    re = torch.addcmul(b[0], a[0], h[0], out=out[0])
     if len(a) == 1:
         return [re]
-    return [re.addcmul_(a[1], h[1], value=-1), torch.addcmul(b[1], a[0], h[1]).addcmul_(a[1], h[0])]
+    re.addcmul_(a[1], h[1], value=-1)
+    return [re, torch.addcmul(b[1], a[0], h[1], out=out[1]).addcmul_(a[1], h[0])]
 
 
 def _scan(a, b, h0, reverse=False):
@@ -633,11 +634,7 @@ def _scan(a, b, h0, reverse=False):
             starts.append(_step(product_k, starts[-1], end_k))
         h = [torch.stack(x[::-1] if reverse else x) for x in zip(*starts)]
     for a_t, b_t in zip(a_steps, b_steps):
-        b_t[0].addcmul_(a_t[0], h[0])
-        if len(b_t) == 2:
-            b_t[0].addcmul_(a_t[1], h[1], value=-1)
-            b_t[1].addcmul_(a_t[0], h[1]).addcmul_(a_t[1], h[0])
-        h = b_t
+        h = _step(a_t, h, b_t, out=b_t)
     return [x.permute(2, 1, 0, 3).reshape(B, chunks * length, C)[:, :T] for x in trajectory]
 
 
