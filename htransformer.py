@@ -140,8 +140,9 @@ def angles(position, T, omega):
     return angle
 
 
-def rotate(x, cos, sin):
-    """x (B, H, T, N, 2) times e^{i angle}; cos and sin of the angle are (H, T, N)."""
+def rotate(x, angle):
+    """x (B, H, T, N, 2) times e^{i angle}, angle (H, T, N) or (T, N) in radians."""
+    cos, sin = angle.cos(), angle.sin()
     re, im = x.unbind(-1)
     return torch.stack((re * cos - im * sin, re * sin + im * cos), -1)
 
@@ -200,8 +201,7 @@ class HTransformerBlock(nn.Module):
         params = wide(self.param_proj(F.silu(u)))[..., : 6 * c.H * c.N]  # tau_i, the rest, cancels in eq. 5
         q, k, v = params.unflatten(-1, (3, c.H, c.N, 2)).permute(2, 0, 3, 1, 4, 5).unbind(0)  # (B, H, T, N, 2)
         angle = angles(position, T, wide(self.omega))  # (H, T, N): theta = t omega, QS 5.5
-        cos, sin = angle.cos(), angle.sin()
-        q_turned, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q_turned, k = rotate(q, angle), rotate(k, angle)
         if c.score == "born" and c.field == "complex":
             o, past = born_attention(q_turned, k, v, past)  # eq. 5
         elif c.score == "born":  # as complex vectors of 2N with no imaginary part, <q|k> is the real product
