@@ -957,10 +957,10 @@ def gpt2_encoding():
 CUT = re.compile("[^Z]Z|ZZ[^Z]|L[MNPS]|N[LMPS]")
 
 
-def last_cut(text):
-    """The last place of text that CUT allows, or 0."""
+def last_cut(text, within):
+    """The last place that CUT allows in the last `within` characters of text, or 0."""
     kinds = ""
-    for place in range(len(text) - 1, -1, -1):
+    for place in range(len(text) - 1, max(-1, len(text) - 1 - within), -1):
         kinds = ("Z" if text[place] in "\t\n\v\f\r\x85" else unicodedata.category(text[place])[0]) + kinds[:2]
         if CUT.match(kinds):
             return place + 1
@@ -994,7 +994,7 @@ def encode_blocks(file, size, path, begin):
             text, _ = codecs.utf_8_decode(raw, "strict", last)
         except UnicodeDecodeError as e:
             raise InputError(f"{path} is not UTF-8 text: byte {begin + e.start:,}") from None
-        text = text if last else text[: last_cut(text)]
+        text = text if last else text[: last_cut(text, len(more) + 2)]  # what is before was not cut
         if not text and len(raw) > LONGEST_PIECE:
             raise InputError(f"{path} cannot be cut into GPT-2's tokens: byte {begin:,} begins a word, or a blank, of "
                              f"more than {LONGEST_PIECE:,} bytes; break it up")  # fmt: skip

@@ -2099,7 +2099,6 @@ FAULTS = [  # what is made at the path x, the command line, what the message has
     (None, ["no/such/file.txt"], "no corpus 'no/such/file.txt'"),
     (None, ["n" * 300], "File name too long"),
     (None, ["/dev/zero"], "not a regular file"),
-    (None, ["stdlib", "--seq", "x"], "invalid int value: 'x'"),
     (None, ["stdlib", "--frobnicate"], "unrecognized arguments: --frobnicate"),
     (None, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
     (lambda x: x.touch(), ["x"], "x holds nothing to train on: give a file or folder of text\n"),
@@ -2114,9 +2113,8 @@ FAULTS = [  # what is made at the path x, the command line, what the message has
     # "x-secret" begins with "x", yet is not in it
     (lambda x: (write_tree(x.parent, {"x/a": b"", "x-secret": b""}) / "x/b").symlink_to("../x-secret"), ["x"], "b is"),
     (lambda x: x.symlink_to("nowhere"), ["x"], "no corpus 'x'"),
-    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("nowhere"), ["x"], "(left out: broken link: b)"),
-    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("b"), ["x"], "(left out: broken link: b)"),
-    (lambda x: (write_tree(x, {"a": b""}) / "b").symlink_to("/no/where"), ["x"], "(left out: broken link: b)"),
+    (lambda x: [(write_tree(x, {"a": b""}) / link).symlink_to(to) for link, to in zip("bcd", ("no", "c", "/no/no"))],
+     ["x"], "(left out: broken link: b, c, d)"),
     (None, ["--verify"], "name a corpus, a file or a folder (see"),
     (None, ["--column", "a"], "name a corpus, a file or a folder (see"),
     (None, ["owt", "--column", "a"], "--column 'a': owt has no other columns"),
@@ -2383,7 +2381,7 @@ def test_data_that_is_no_text(kind, program, cache, capsys):
 def test_data_known_name_comes_before_a_path(cache, monkeypatch):
     Path("stdlib").write_bytes(text(9000))
     monkeypatch.setenv("HOME", str(cache.parent))
-    assert data.load("stdlib", 64).tokens.size > 1e6
+    assert data.find("stdlib")[2].size > 1e6
     assert data.load("./stdlib", 64).tokens.size == data.load("~/stdlib", 64).tokens.size == 9000
 
 
@@ -2927,9 +2925,10 @@ def fork(said, functions=(), last=-1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_download_killed_at_any_moment(phase, hub, toy, cache):
+def test_download_killed_at_any_moment(phase, hub, toy, cache, monkeypatch):
     """kill -9 at random lines of each phase, and at its last ones: another call ends with the same bytes, and fetches
     little twice."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # of use where the machine stops, and slow
     assert os.waitpid(fork("said", PHASES[phase]), 0)[1] == 0
     lines, sha256 = Path("said").read_text().split()
     assert sha256 == sha(toy) and int(lines) > 100
@@ -5456,15 +5455,17 @@ def merges(cache, monkeypatch):
     data.gpt2_encoding.cache_clear()
 
 
-def test_tokens_are_the_merges_of_the_file(merges):
+def test_tokens_are_the_merges_of_the_file(merges, monkeypatch):
     """Ids 0-255 are the bytes, printable ones first; merges follow in their order."""
     encode, decode = data.codec(265)
     for raw, tokens in (b"!~ ", [0, 93, 220]), (b"the the a", [257, 258, 259]), (b"\n\n", [260]), (b"", []):
         assert encode(raw) == tokens
     assert b"".join(map(decode, encode(bytes(range(128))))) == bytes(range(128))
     assert encode(b"\xff") == encode("\ufffd".encode())
+    monkeypatch.setattr(data, "BLOCK", 1000)
+    monkeypatch.setattr(data, "LONGEST_PIECE", 2000)
     with pytest.raises(data.InputError, match="the text cannot be cut"):
-        encode(b" " * 10**6 + b"a")
+        encode(b" " * 10**4 + b"a")
     assert decode(264) == b"<|endoftext|>"
     assert data.codec(256)[0](b"ab") == [97, 98] and data.codec(256)[1](98) == b"b"
     with pytest.raises(data.InputError, match="a vocabulary of 300"):
