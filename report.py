@@ -493,8 +493,11 @@ def base(label):
 
 
 def family(label):
-    """The complex model that a label's model is, or is the twin of."""
-    return COMPLEX.get(base(label), base(label))
+    """The complex model that a label's model is, or is the twin of. A user's class belongs to the model that its name
+    begins with, as HMambaMinus."""
+    parent = re.match("HTransformer|Transformer|HMamba|Mamba|PAM|SAM", base(label))
+    name = parent[0].lower() if parent else base(label)
+    return COMPLEX.get(name, name)
 
 
 def reference(label, labels):
@@ -502,9 +505,10 @@ def reference(label, labels):
     variant of a complex model that model; or else the first of its family, or of `labels`."""
     if label in FAMILIES:
         return None
-    relatives = [x for x in labels if family(x) == family(label)]
-    known = (label.replace(base(label), family(label), 1), family(label), *relatives[:1], next(iter(labels)))
-    return next((other for other in known if other in labels and other != label), None)
+    model, known = label.partition(", ")[0], family(label) in FAMILIES
+    relatives = [x for x in labels if (family(x) == family(label) if known else x.partition(", ")[0] == model)]
+    others = label.replace(base(label), family(label), 1), family(label), *relatives[:1], next(iter(labels))
+    return next((other for other in others if other in labels and other != label), None)
 
 
 def by_family(labels):

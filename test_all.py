@@ -4857,6 +4857,8 @@ def test_report_references():
     assert report.reference("sam, rate 1", ["pam, rate 1", "sam, rate 1"]) == "pam, rate 1"
     assert report.reference("hmamba:N=8", ["hmamba:N=4", "hmamba:N=8"]) == "hmamba:N=4"
     assert report.reference("mamba", ["mamba"]) is None
+    labels = ["hmamba", "htransformer", "GRU D=8", "GRU D=9", "HTransformerMinus gate=none", "TransformerPlus conv=4"]
+    assert [report.reference(label, labels) for label in labels[2:]] == ["hmamba"] * 2 + ["htransformer"] * 2
     pairs = ["hmamba", "mamba", "htransformer:score=softmax", "transformer"]
     assert report.panels(pairs) == {"state space": pairs[:2], "attention": pairs[2:]}
     for others in (["htransformer"], [*pairs[:2], "GRU D=8", "LSTM"], ["pam", *pairs], ["sam:D=8", "sam", "hmamba"]):
