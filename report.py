@@ -31,7 +31,7 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -481,8 +481,8 @@ def layer_spread(events):
     return [statistics.median(values) for values in zip(*ratios)] or [None, None]
 
 
-def model_label(spec):
-    """A model's name in tables and figures: its spec, or, of a class in a user's file, the class and its options."""
+def spec_label(spec):
+    """The name of a model or task in tables and figures: its spec, or what follows a user's file in it."""
     file, *rest = spec.split(":")
     return " ".join(rest) or Path(file).stem if file.endswith(".py") else spec
 
@@ -530,7 +530,7 @@ def run_labels(logs):
     rates, settings = {}, [events[0]["settings"] for events in logs]
     for s in settings:
         rates.setdefault(s["model"], set()).add(s.get("lr"))
-    return [model_label(s["model"]) + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "") for s in settings]
+    return [spec_label(s["model"]) + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "") for s in settings]
 
 
 def group_runs(logs):
@@ -832,7 +832,7 @@ def plot_rates(shared, models, path):
     for events in (events for runs in models.values() for events in runs.values()):
         s, loss = events[0]["settings"], loss_at(events, shared["steps"])
         if loss is not None:
-            found.setdefault(model_label(s["model"]), {}).setdefault(s["seeds"], {})[s["lr"]] = loss
+            found.setdefault(spec_label(s["model"]), {}).setdefault(s["seeds"], {})[s["lr"]] = loss
     rates = sorted({rate for seeds in found.values() for losses in seeds.values() for rate in losses})
     curves = {label: [tuple(zip(*sorted(of.items()))) for of in seeds.values()] for label, seeds in found.items()}
     lines = {name: {label: (style(label) | {"marker": "o", "ms": 4}, curves[label]) for label in labels}
@@ -1025,16 +1025,19 @@ def group_tasks(logs):
     """{task: {model: {seed: events}}}, the paper's models first, or InputError if the runs do not belong together."""
     known = {model: i for i, model in enumerate(PAPER_ORDER)}
     logs = sorted(logs, key=lambda e: (known.get(e[0]["settings"]["model"], len(known)), e[0]["settings"]["seed"]))
-    groups, first = {}, protocol(logs[0])
+    groups, specs, first = {}, {}, protocol(logs[0])
     for events in logs:
         s = events[0]["settings"]
+        task, model = map(spec_label, (s["task"], s["model"]))
+        if specs.setdefault(task, s["task"]) != s["task"] or specs.setdefault(model, s["model"]) != s["model"]:
+            raise InputError(f"{task} or {model} is of two files: name the runs of one")
         for k, v in first.items():
             if s.get(k) != v:
                 raise InputError(f"runs of different protocols do not go into one table: {k} is {v} and {s.get(k)}")
         if events[-1]["event"] != "final":
-            raise InputError(f"the run of {s['model']} on {s['task']}, seed {s['seed']}, is not finished: run it again")
-        if groups.setdefault(s["task"], {}).setdefault(s["model"], {}).setdefault(s["seed"], events) is not events:
-            raise InputError(f"two runs of {s['model']} on {s['task']} with seed {s['seed']}: name one of them")
+            raise InputError(f"the run of {model} on {task}, seed {s['seed']}, is not finished: run it again")
+        if groups.setdefault(task, {}).setdefault(model, {}).setdefault(s["seed"], events) is not events:
+            raise InputError(f"two runs of {model} on {task} with seed {s['seed']}: name one of them")
     return groups
 
 
@@ -1141,7 +1144,7 @@ def plot_dynamics(groups, model, path):
     for key, what in (("grad_max", "gradient"), ("acc", "accuracy")):
         for task, runs in groups.items():
             of_panel = lines.setdefault(f"{task}, {what}", {})
-            for (seed, events), colour in zip(runs.items(), COLOURS.values()):
+            for (seed, events), colour in zip(runs.items(), cycle(COLOURS.values())):
                 train = [e for e in events if e["event"] == "train"]
                 curve = [e["epoch"] for e in train], [e[key] for e in train]
                 of_panel[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [curve]
@@ -1154,7 +1157,7 @@ def plot_dynamics(groups, model, path):
 def task_figures(groups):
     """{file name: function that draws it into a path} of group_tasks."""
     names = list(dict.fromkeys(model for models in groups.values() for model in models))
-    figures = {f"lengths-{task}.png": partial(plot_lengths, task, models) for task, models in groups.items()}
+    figures = {f"lengths-{run_name(task)}.png": partial(plot_lengths, task, runs) for task, runs in groups.items()}
     dynamics = partial(plot_dynamics, groups, "csp-fast" if "csp-fast" in names else names[0])
     return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": dynamics}
 
@@ -1245,7 +1248,7 @@ def split_shape(label):
 
 def sweep_name(events):
     """(model with its other options, size with the options of shape) of a run."""
-    name, shape = split_shape(model_label(events[0]["settings"]["model"]))
+    name, shape = split_shape(spec_label(events[0]["settings"]["model"]))
     return name, ":".join([events[0]["settings"]["size"], *shape])
 
 
