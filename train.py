@@ -130,18 +130,20 @@ class Settings:
 def parse_flags():
     """Only the flags that were given, {name: value}; of those in LISTS the list of its values."""
     columns = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM_PROTOCOL}
-    rows = {"": columns} | {key: [p.get(key, "-") for p in columns.values()] for key in PAM_PROTOCOL | PROTOCOLS["tiny"]}
+    rows = {"": columns} | {key: [p.get(key, "-") for p in columns.values()] for key in PROTOCOLS["tiny"] | PAM_PROTOCOL}
     table = "\n".join(f"  {key:14}" + "".join(f"{value!s:>12}" for value in row) for key, row in rows.items())
-    parser = Parser(description=__doc__, epilog=f"defaults by size:\n{table}")
+    lists = "X,...: a value, or a list of values with commas between them; then there is a run for each combination."
+    parser = Parser(description=__doc__, epilog=f"{lists}\n\ndefaults by size:\n{table}")
     for f in dataclasses.fields(Settings):
         kind, default = f.metadata["type"], "by size" if f.name in rows and f.default is None else f.default
-        text = f.metadata["help"] + (", or a list" if f.name in LISTS else "")
+        text = f.metadata["help"]
         text += f" (default: {default})" if default and "(default" not in text else ""
         if kind is bool:
             action = argparse.BooleanOptionalAction if f.default is None else "store_true"
             parser.add_argument(f"--{f.name}", action=action, default=None, help=text)
+        elif f.name in LISTS:
+            parser.add_argument(f"--{f.name}", type=list_of(kind), metavar=f"{f.name.upper()},...", help=text)
         else:
-            kind = list_of(kind) if f.name in LISTS else kind
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
     given |= {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume", "init_from") if k in given}
