@@ -18,8 +18,8 @@ k^*, ReLU for modReLU, a sigmoid for the gate, turns of pairs of channels for tu
 heads (equal numbers in the state) and the width that brings its parameters nearest (`matched_width`).
 
 Variants that the paper tried: order=sequential, all channel mixing before all memory, without rotary positions;
-qk=unit, queries and keys of modulus 1 in each coordinate. Its hybrid with windowed attention changed nothing in the
-paper and is left out.
+qk=unit, queries and keys of modulus 1 in each coordinate; window=W, the hybrid "that adds sparse windowed attention every
+fourth block" (section III). Heads, place and scale of that attention are not given: see `WindowAttention`.
 
 Initialisation. What the paper does not give is ours and marked *.
     complex maps                   W_r and W_i (semi-)orthogonal, each / sqrt 2 *; real maps of SAM * (semi-)orthogonal
@@ -57,6 +57,7 @@ class PAMConfig:
     d: int = 16  # complex head width
     order: str = "interleaved"  # interleaved | sequential: L channel mixings, then L memories, no rotary positions
     qk: str = "free"  # free | unit: q / |q| and k / |k| in each coordinate
+    window: int = 0  # positions that softmax attention sees, in the last block and every fourth before it; 0: none
 
     def __post_init__(self):
         _check(self, order=("interleaved", "sequential"), qk=("free", "unit"))
@@ -84,7 +85,7 @@ def _check(config, **choices):
         if getattr(config, key) not in known:
             raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
     for key, value in vars(config).items():
-        if isinstance(value, int) and value < 1 and (key, value) not in (("width", -1), ("heads", -1)):
+        if isinstance(value, int) and value < 1 and (key, value) not in (("width", -1), ("heads", -1), ("window", 0)):
             raise ValueError(f"{key}={value} must be at least 1")
 
 
@@ -260,13 +261,47 @@ class Memory(nn.Module):
         return self.out_proj(y.to(x.dtype)), (S, position + x.shape[1])
 
 
+class WindowAttention(nn.Module):
+    """Softmax attention to the present and the W - 1 positions before it, of Re<q|k> / sqrt(2d), for the hybrid. Ours: the
+    heads and rotary positions of the memory, whose normed input it shares, and the start of its scale, that of alpha_pam."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+        self.qkv_proj = ComplexLinear(c.D, 3 * c.H * c.d)
+        self.out_proj = ComplexLinear(c.H * c.d, c.D)
+
+    def init_state(self, batch_size):
+        """(keys and values of the W - 1 positions before (B, 2, H, W-1, 2d), position of the next token)"""
+        c = self.c
+        return wide(self.qkv_proj.weight_r).new_zeros(batch_size, 2, c.H, c.window - 1, 2 * c.d), 0
+
+    def forward(self, x, state):
+        """x (B, T, D, 2) -> the same, and the state after it. In pieces of W queries, so in O(T W) time and memory."""
+        (past, position), T, W = state, x.shape[1], self.c.window
+        q, k, v = wide(self.qkv_proj(x)).unflatten(2, (3, self.c.H, self.c.d)).transpose(1, 3).unbind(2)
+        q, k, v = (y.flatten(-2) for y in (*rope(q, k, position), v))  # (B, H, T, 2d)
+        kv = torch.cat((past.to(k.dtype), torch.stack((k, v), 1)), 3)
+        size = min(T, W)  # of a piece; the last is filled up, and what fills it is cut off below
+        fill = -T % size
+        k, v = F.pad(kv, (0, 0, 0, fill)).unfold(3, W - 1 + size, size).transpose(-1, -2).unbind(1)
+        q = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, size))  # (B, H, pieces, size, 2d)
+        key = torch.arange(W - 1 + size, device=x.device)  # in the piece; the query i is at i + W - 1
+        ago = torch.arange(size, device=x.device).unsqueeze(1) + W - 1 - key
+        start = torch.arange(position - W + 1, position + T - W + 1, size, device=x.device).view(-1, 1, 1)
+        mask = (0 <= ago) & (ago < W) & (start + key >= 0)  # (pieces, size, W - 1 + size)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(2, 3)[:, :, :T]
+        y = y.transpose(1, 2).flatten(2).unflatten(-1, (-1, 2))  # (B, T, H*d, 2)
+        return self.out_proj(y.to(x.dtype)), (kv[:, :, :, T:].to(past.dtype, copy=True), position + T)
+
+
 class Block(nn.Module):
     """Channel mixing, then memory, each on the normed stream with a learned scale, eqs. 2-3; one of them alone in
-    order=sequential."""
+    order=sequential. With `windowed`, attention beside the memory."""
 
-    def __init__(self, D, H, c, mixes=True, remembers=True, real=False):
+    def __init__(self, D, H, c, mixes=True, remembers=True, real=False, windowed=False):
         super().__init__()
-        self.mixes, self.remembers = mixes, remembers
+        self.mixes, self.remembers, self.windowed = mixes, remembers, windowed
         norm = _RealNorm if real else ComplexNorm
         if mixes:
             self.cgu_norm, self.cgu = norm(D), (RealGU if real else CGU)(D)
@@ -275,14 +310,22 @@ class Block(nn.Module):
             self.pam_norm = norm(D)
             self.pam = Memory(D, H, c.d, c.order, "free" if real else c.qk, real)
             self.alpha_pam = nn.Parameter(torch.tensor(0.1))
+        if windowed:
+            self.window = WindowAttention(c)
+            self.alpha_window = nn.Parameter(torch.tensor(0.1))
 
     def init_state(self, batch_size):
-        return self.pam.init_state(batch_size) if self.remembers else None
+        state = self.pam.init_state(batch_size) if self.remembers else None
+        return (state, self.window.init_state(batch_size)) if self.windowed else state
 
     def forward(self, z, state):
         """z (B, T, D, 2) -> the same, and the state after it."""
         if self.mixes:
             z = z + self.alpha_cgu * self.cgu(self.cgu_norm(z))  # eq. 2
+        if self.windowed:
+            x, (memory, window) = self.pam_norm(z), state
+            (y, memory), (attended, window) = self.pam(x, memory), self.window(x, window)
+            return z + self.alpha_pam * y + self.alpha_window * attended, (memory, window)
         if self.remembers:
             y, state = self.pam(self.pam_norm(z), state)
             z = z + self.alpha_pam * y  # eq. 3
@@ -341,11 +384,12 @@ class PAM(nn.Module):
         D, H = (c.width, c.heads) if self.real else (c.D, c.H)
         self.embedding = nn.Embedding(c.V, D if self.real else 2 * D)  # (re, im) of a channel side by side
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        fourth = [not self.real and c.window > 0 and (c.L - i) % 4 == 1 for i in range(c.L)]
         if c.order == "interleaved":
-            parts = c.L * [(True, True)]
+            parts = [(True, True, self.real, windowed) for windowed in fourth]
         else:
-            parts = c.L * [(True, False)] + c.L * [(False, True)]
-        self.layers = nn.ModuleList(Block(D, H, c, *part, self.real) for part in parts)
+            parts = c.L * [(True, False, self.real)] + [(False, True, self.real, windowed) for windowed in fourth]
+        self.layers = nn.ModuleList(Block(D, H, c, *part) for part in parts)
         self.norm_f = (_RealNorm if self.real else ComplexNorm)(D)  # not in the paper
         with torch.no_grad():
             self.start = self.init_state(0)  # for its structure and shapes
@@ -395,9 +439,12 @@ class PAM(nn.Module):
         return counts | {"total": sum(counts.values())}
 
     def mixing_flops(self):
-        """Forward flops of the recurrence per token: for an entry of S 18 if complex, 5 if real (eqs. 6-7)."""
+        """Forward flops of the recurrence per token: for an entry of S 18 if complex, 5 if real (eqs. 6-7); and of the
+        attention to windows, 4 for each of the 2d numbers of a key."""
         c = self.config
-        return c.L * (c.heads * c.d**2 * 5 if self.real else c.H * c.d**2 * 18)
+        if self.real:
+            return c.L * c.heads * c.d**2 * 5
+        return c.L * c.H * c.d**2 * 18 + -(-c.L // 4) * c.H * c.window * 4 * 2 * c.d
 
     def flops_per_token(self, seq):
         """Forward and backward flops a token, the same at every sequence length `seq`: 6 per weight of a real map and
