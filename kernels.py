@@ -111,8 +111,8 @@ SHAPES = {  # "C|1" stands for C or 1
     "phase_memory": "q: B H T d 2; k: B H T d 2; v: B H T d 2; log_gamma: B H T; state: B H d d 2",
     "real_memory": "q: B H T d; k: B H T d; v: B H T d; log_gamma: B H T; state: B H d d",
 }
-_AXES = {  # read once: (name, [["B"], ["T"], ["C", "1"]]) of each tensor
-    function: [(x.split(": ")[0], [axis.split("|") for axis in x.split(": ")[1].split()]) for x in shapes.split("; ")]
+_AXES = {  # read once: (name, ["B", "T", "C|1"]) of each tensor
+    function: [(x.split(": ")[0], x.split(": ")[1].split()) for x in shapes.split("; ")]
     for function, shapes in SHAPES.items()
 }
 
@@ -121,7 +121,7 @@ def _check(function, *tensors, **sizes):
     """The sizes of the letters of the function's SHAPES, in their order. ValueError unless each tensor that is given
     has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the first.
     Sizes that are known already come by name."""
-    sizes, device = {"2": 2, **sizes}, None
+    sizes["2"], device = 2, None
     for (name, axes), x in zip(_AXES[function], tensors, strict=True):
         if x is None:
             continue
@@ -131,26 +131,30 @@ def _check(function, *tensors, **sizes):
             pairs = f"real pairs: torch.view_as_real({name})" if x.is_complex() else "a float dtype"
             raise ValueError(f"{name} is {x.dtype}; expected {pairs}")
         fits = x.dim() == len(axes)
-        for (axis, *or_one), n in zip(axes, x.shape):
-            if not (or_one and n == 1):
-                fits = fits and n == sizes.setdefault(axis, n) and (n > 0 or axis not in "TNd")
+        for axis, n in zip(axes, x.shape):
+            if axis == "C|1":
+                axis = "C" if n != 1 else "1"
+            if n != sizes.setdefault(axis, n) or (n == 0 and axis in "TNd"):
+                fits = False
         if not fits:
-            letters = dict.fromkeys(axis for axis, *_ in axes if axis != "2")
+            letters = dict.fromkeys(axis.removesuffix("|1") for axis in axes if axis != "2")
             given = ", ".join(f"{axis} = {sizes[axis]}" for axis in letters if sizes.get(axis))
             least = " and ".join(axis for axis in letters if axis in "TNd")
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected ({', '.join(map('|'.join, axes))})"
+                f"{name} has shape {tuple(x.shape)}; expected ({', '.join(axes)})"
                 f"{f' with {given}' if given else ''}{f', {least} > 0' if least else ''}"
             )
         device = device or x.device
         if x.device != device:
             raise ValueError(f"inputs on several devices: {name} is on {x.device}, expected {device}")
-    del sizes["2"]
-    return tuple(sizes.values())
+    return tuple(n for axis, n in sizes.items() if axis not in "12")
 
 
 def _compute_dtype(*tensors):
-    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+    for x in tensors:
+        if x is not None and x.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 def _in_dtype(dtype, *tensors):
