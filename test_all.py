@@ -1320,7 +1320,7 @@ def text_batch(B, T, seed=0):
 def test_step_and_chunked_prefill_equal_the_full_pass(spec, dtype, T):
     """So no output sees what follows. In float64 to rounding, in float32 to 1e-4: sums of T numbers of size 1 lose at
     most T 2^-24 each. A call with targets and no state is a training step and returns none; any other returns a state."""
-    model, idx = make(spec, L=2 if T < 100 else 1).to(dtype), text_batch(2, T)
+    model, idx = make(spec, L=2 if T < 100 and spec in sample.MODELS else 1).to(dtype), text_batch(2, T)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-10
     full, _, end = model(idx)
     assert [model.train(mode)(idx[:, :5], idx[:, :5])[2] for mode in (True, False)] == [None, None]
@@ -1391,9 +1391,9 @@ def test_what_does_not_fit_is_refused(spec):
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_dtypes(spec):
     """float64 stays float64. Half-precision parameters give float32 logits, losses and sums, off by a few roundings."""
-    idx = text_batch(2, 40)
+    idx = text_batch(2, 24)
     for dtype, eps in ((torch.float64, 1e-12), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)):
-        model = make(spec, L=2).to(dtype)
+        model = make(spec, L=1).to(dtype)
         logits, loss, _ = model(idx, idx)
         loss.backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -1664,7 +1664,7 @@ def test_flops():
 @pytest.mark.parametrize("spec", [v for v in VARIANTS if "born" not in v])
 def test_untrained_loss_is_uniform(spec):
     """ln 256 at tiny; at the wider sizes that the paper trains nearly so."""
-    assert abs(make(spec)(text_batch(2, 256), text_batch(2, 256, 1))[1].item() - math.log(256)) < 0.05
+    assert abs(make(spec)(text_batch(1, 256), text_batch(1, 256, 1))[1].item() - math.log(256)) < 0.05
     if spec in ("hmamba", "mamba", "mamba:init=xavier", "transformer"):
         loss = make(spec, "253m", L=1)(text_batch(2, 64), text_batch(2, 64, 1))[1]
         assert loss.item() < math.log(256) + 0.5
