@@ -25,7 +25,7 @@ import torch
 import data
 import sample
 from data import InputError, Parser, cache_dir, command_line, explain, hold
-from report import (COLOURS, figure, log_axis, markdown, mean_interval, model_label, parse_out, read_log, shades,
+from report import (COLOURS, figure, log_axis, markdown, mean_interval, spec_label, parse_out, read_log, shades,
                     show_report, style)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def diagnose(folders, logs, wordnet=None):
         repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
         logged = [(e["step"], repetitions([e["text"]], split)) for e in events if e["event"] == "generated"]
         means = {key: [statistics.fmean(found[key]) for _, found in logged] for key in PAPER_REPETITION}
-        curves[f"{name} ({unit})"] = model_label(s["model"]), [step for step, _ in logged], means
+        curves[f"{name} ({unit})"] = spec_label(s["model"]), [step for step, _ in logged], means
 
         if wordnet:
             # A real embedding is a complex one without imaginary parts: its coherence is |cosine|, its phase 0 or pi.

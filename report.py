@@ -8,7 +8,7 @@
     python report.py runs/pam* --out figures           runs in epochs: also power laws and their crossing
     python report.py --forest results/english results/stdlib --out forest.png    all ratios of steps in one figure
 
-A RUN is a run folder, a log, or a folder of logs. What checkpoints can give is diagnose.py's.
+A RUN is a run folder, a log, or a folder of these. What checkpoints can give is diagnose.py's.
 Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691),
 section 8; PAM, section III; CSP, section 3. Losses in the logs are in nats per token; divided by ln 2 they are bpc,
 bits per character, if the tokens are bytes, and else bits a token. "+-" is half a 95 % confidence interval.
@@ -31,7 +31,7 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -481,8 +481,8 @@ def layer_spread(events):
     return [statistics.median(values) for values in zip(*ratios)] or [None, None]
 
 
-def model_label(spec):
-    """A model's name in tables and figures: its spec, or, of a class in a user's file, the class and its options."""
+def spec_label(spec):
+    """The name of a model or task in tables and figures: its spec, or what follows a user's file in it."""
     file, *rest = spec.split(":")
     return " ".join(rest) or Path(file).stem if file.endswith(".py") else spec
 
@@ -493,8 +493,11 @@ def base(label):
 
 
 def family(label):
-    """The complex model that a label's model is, or is the twin of."""
-    return COMPLEX.get(base(label), base(label))
+    """The complex model that a label's model is, or is the twin of. A user's class belongs to the model that its name
+    begins with, as HMambaMinus."""
+    parent = re.match("HTransformer|Transformer|HMamba|Mamba|PAM|SAM", base(label))
+    name = parent[0].lower() if parent else base(label)
+    return COMPLEX.get(name, name)
 
 
 def reference(label, labels):
@@ -502,9 +505,10 @@ def reference(label, labels):
     variant of a complex model that model; or else the first of its family, or of `labels`."""
     if label in FAMILIES:
         return None
-    relatives = [x for x in labels if family(x) == family(label)]
-    known = (label.replace(base(label), family(label), 1), family(label), *relatives[:1], next(iter(labels)))
-    return next((other for other in known if other in labels and other != label), None)
+    model, known = label.partition(", ")[0], family(label) in FAMILIES
+    relatives = [x for x in labels if (family(x) == family(label) if known else x.partition(", ")[0] == model)]
+    others = label.replace(base(label), family(label), 1), family(label), *relatives[:1], next(iter(labels))
+    return next((other for other in others if other in labels and other != label), None)
 
 
 def by_family(labels):
@@ -526,7 +530,7 @@ def run_labels(logs):
     rates, settings = {}, [events[0]["settings"] for events in logs]
     for s in settings:
         rates.setdefault(s["model"], set()).add(s.get("lr"))
-    return [model_label(s["model"]) + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "") for s in settings]
+    return [spec_label(s["model"]) + (f", rate {s['lr']:g}" if len(rates[s["model"]]) > 1 else "") for s in settings]
 
 
 def group_runs(logs):
@@ -828,7 +832,7 @@ def plot_rates(shared, models, path):
     for events in (events for runs in models.values() for events in runs.values()):
         s, loss = events[0]["settings"], loss_at(events, shared["steps"])
         if loss is not None:
-            found.setdefault(model_label(s["model"]), {}).setdefault(s["seeds"], {})[s["lr"]] = loss
+            found.setdefault(spec_label(s["model"]), {}).setdefault(s["seeds"], {})[s["lr"]] = loss
     rates = sorted({rate for seeds in found.values() for losses in seeds.values() for rate in losses})
     curves = {label: [tuple(zip(*sorted(of.items()))) for of in seeds.values()] for label, seeds in found.items()}
     lines = {name: {label: (style(label) | {"marker": "o", "ms": 4}, curves[label]) for label in labels}
@@ -1021,16 +1025,19 @@ def group_tasks(logs):
     """{task: {model: {seed: events}}}, the paper's models first, or InputError if the runs do not belong together."""
     known = {model: i for i, model in enumerate(PAPER_ORDER)}
     logs = sorted(logs, key=lambda e: (known.get(e[0]["settings"]["model"], len(known)), e[0]["settings"]["seed"]))
-    groups, first = {}, protocol(logs[0])
+    groups, specs, first = {}, {}, protocol(logs[0])
     for events in logs:
         s = events[0]["settings"]
+        task, model = map(spec_label, (s["task"], s["model"]))
+        if specs.setdefault(task, s["task"]) != s["task"] or specs.setdefault(model, s["model"]) != s["model"]:
+            raise InputError(f"{task} or {model} is of two files: name the runs of one")
         for k, v in first.items():
             if s.get(k) != v:
                 raise InputError(f"runs of different protocols do not go into one table: {k} is {v} and {s.get(k)}")
         if events[-1]["event"] != "final":
-            raise InputError(f"the run of {s['model']} on {s['task']}, seed {s['seed']}, is not finished: run it again")
-        if groups.setdefault(s["task"], {}).setdefault(s["model"], {}).setdefault(s["seed"], events) is not events:
-            raise InputError(f"two runs of {s['model']} on {s['task']} with seed {s['seed']}: name one of them")
+            raise InputError(f"the run of {model} on {task}, seed {s['seed']}, is not finished: run it again")
+        if groups.setdefault(task, {}).setdefault(model, {}).setdefault(s["seed"], events) is not events:
+            raise InputError(f"two runs of {model} on {task} with seed {s['seed']}: name one of them")
     return groups
 
 
@@ -1137,7 +1144,7 @@ def plot_dynamics(groups, model, path):
     for key, what in (("grad_max", "gradient"), ("acc", "accuracy")):
         for task, runs in groups.items():
             of_panel = lines.setdefault(f"{task}, {what}", {})
-            for (seed, events), colour in zip(runs.items(), COLOURS.values()):
+            for (seed, events), colour in zip(runs.items(), cycle(COLOURS.values())):
                 train = [e for e in events if e["event"] == "train"]
                 curve = [e["epoch"] for e in train], [e[key] for e in train]
                 of_panel[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [curve]
@@ -1150,7 +1157,7 @@ def plot_dynamics(groups, model, path):
 def task_figures(groups):
     """{file name: function that draws it into a path} of group_tasks."""
     names = list(dict.fromkeys(model for models in groups.values() for model in models))
-    figures = {f"lengths-{task}.png": partial(plot_lengths, task, models) for task, models in groups.items()}
+    figures = {f"lengths-{run_name(task)}.png": partial(plot_lengths, task, runs) for task, runs in groups.items()}
     dynamics = partial(plot_dynamics, groups, "csp-fast" if "csp-fast" in names else names[0])
     return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": dynamics}
 
@@ -1241,7 +1248,7 @@ def split_shape(label):
 
 def sweep_name(events):
     """(model with its other options, size with the options of shape) of a run."""
-    name, shape = split_shape(model_label(events[0]["settings"]["model"]))
+    name, shape = split_shape(spec_label(events[0]["settings"]["model"]))
     return name, ":".join([events[0]["settings"]["size"], *shape])
 
 
@@ -1329,15 +1336,16 @@ def plot_scaling(fits, tokens, path):
 
 
 def find_logs(run):
-    """What a RUN on the command line names: a log or run folder, or each of a folder of logs."""
+    """What a RUN on the command line names: a log, a run folder, or all in a folder of these."""
     path = Path(os.path.expanduser(run))
-    inside = sorted(path.glob("*.jsonl")) if path.is_dir() else []
-    return inside if inside and path / "log.jsonl" not in inside else [path]
+    if not path.is_dir() or (path / "log.jsonl").exists():
+        return [path]
+    return sorted(path.glob("*.jsonl")) or sorted(path.glob("*/log.jsonl")) or [path]
 
 
 def main():
     parser = Parser(description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, log.jsonl files or folders of logs")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, log.jsonl files, or folders of these")
     where = "folder for the tables, as tables.md, and the figures; or a figure's own name, such as curves.pdf"
     parser.add_argument("--out", help=where)
     parser.add_argument("--csv", metavar="FILE", help="file for all evaluations, a row each")
