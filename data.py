@@ -615,10 +615,10 @@ def list_files(root, stdlib=False):
                 leave_out(left, name, why)
     if stdlib:
         return sorted(files), {}
-    places = {}  # of each file the first name, one that is no link if there is such
+    places = {}  # the first name of each file, one that is no link if there is such
     for file in sorted(files, key=lambda file: ((root / file[0]).is_symlink(), file)):
         info = (root / file[0]).stat()
-        if places.setdefault((info.st_dev, info.st_ino), file) != file:
+        if places.setdefault((info.st_dev, info.st_ino or file[0], *file[1:]), file) != file:
             leave_out(left, file[0], "another name of what is here")
     return sorted(places.values()), left
 
