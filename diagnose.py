@@ -23,6 +23,9 @@ import numpy as np
 import torch
 
 import data
+import hmamba
+import htransformer
+import pam
 import sample
 from data import InputError, Parser, cache_dir, command_line, explain, hold
 from report import (COLOURS, figure, log_axis, markdown, mean_interval, spec_label, parse_out, read_log, shades,
@@ -272,7 +275,7 @@ def plot_coherence(groups, path):
 # ----------------------------------------------------------------------------------------------------------------------
 # Phases over a text
 
-DRAWN = {"hmamba": "state psi_t", "pam": "diagonal S_jj of the memory S_t", "htransformer": "turned keys k_t"}
+DRAWN = {hmamba.HMamba: "state psi_t", pam.PAM: "diagonal S_jj of the memory S_t", htransformer.HTransformer: "turned keys k_t"}
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS, MOST_ROWS = 64, 4, 4, 16  # in a picture; rows: complex numbers of a head
 
 
@@ -331,15 +334,16 @@ def phases(folders, text):
         model, meta = sample.load(folder)
         encode, decode = data.codec(model.config.V)
         tokens = encode(text[: 64 * MOST_TOKENS])[:MOST_TOKENS]
+        what = next((what for model_class, what in DRAWN.items() if isinstance(model, model_class)), None)
         with torch.random.fork_rng():
-            z = complex_states(model, torch.tensor([tokens]))
+            z = complex_states(model, torch.tensor([tokens])) if what else None
         if z is None:
-            lines.append(f"{folder.name}: {meta['spec']} is real: it has no phase")
+            why = "is real: it has no phase" if what else "is not made from hmamba, pam or htransformer: its state is unknown here"
+            lines.append(f"{folder.name}: {meta['spec']} {why}")
             continue
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character stands at its last byte
         shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u2192", "\r": "\u240d"})
         labels = [sample.printable(decoder.decode(decode(token))).translate(shown) for token in tokens]
-        what = DRAWN[meta["spec"].split(":")[0]]
         title = f"{folder.name}: {what}, a row a complex number; hue: phase, brightness: root of the modulus"
         figures[f"phases-{folder.name}.png"] = partial(plot_phases, z, labels, title)
         lines.append(f"{folder.name}: {what} over {len(tokens)} tokens")
@@ -427,7 +431,9 @@ def main():
     texts.add_argument("--prompt", help="draw phases over this text")
     words = "folder of WordNet's files, for word pairs; of runs on GPT-2's tokens"
     parser.add_argument("--wordnet", metavar="FOLDER", help=words)
+    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class of runs whose model is a file's")
     args = parser.parse_args()
+    sample.import_models(args.model)
     paths = [Path(os.path.expanduser(run)) for run in args.runs]
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
     if len({folder.name for folder in folders}) < len(folders):

@@ -67,8 +67,8 @@ class Log:
 
 
 def run_name(*parts):
-    """Parts of a run's name, of which the first is the model spec, as a name for its folder."""
-    return re.sub(r"[:=/\\\0]", "_", "-".join(map(str, parts)))
+    """Parts of a run's name, of which the first is the model spec, as a name for its folder; of FILE.py:CLASS the class."""
+    return re.sub(r"[:=/\\\0]", "_", re.sub(r"^[^:]*\.py:", "", "-".join(map(str, parts))))
 
 
 def provenance(device, world):

@@ -3,19 +3,26 @@
     python sample.py                                    the newest run in runs/
     python sample.py runs/hmamba-stdlib-tiny-s1 --prompt "def main(" --temperature 0.7 --length 1000
 
-Also the home of MODELS, of model specs ("hmamba:N=4") and of checkpoints: `save_checkpoint` and the one loader, `load`.
+Also the home of MODELS, of model specs ("hmamba:N=4", "FILE.py:CLASS:D=64") and of checkpoints: `save_checkpoint` and
+the one loader, `load`.
 """
 
 import codecs
+import difflib
+import importlib.util
 import json
 import math
 import os
 import pickletools
 import re
+import sys
 import time
+import traceback
+import typing
 import unicodedata
 import zipfile
-from dataclasses import fields, replace
+from collections import Counter
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,43 +36,204 @@ from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, n
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
 FORMAT = "nanohilbert-1"  # of checkpoints
+NO_STATE = "no init_state(batch_size)"
+IMPORTED = {}  # classes of the files that the command line has named, by FILE.py:CLASS
+READ = {int: int, float: float, str: str, bool: {"True": True, "False": False}.__getitem__}  # a setting's text, by type
 PLAIN = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")  # of its pickle
 TINY = 1e-30  # float32 holds it, its inverse, and scores divided by it
 PREFILL = 4096  # prompt tokens read in one pass
 
 
+def unknown(what, name, known):
+    close = difflib.get_close_matches(name, list(known), 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return InputError(f"{what} {name!r}; known: {', '.join(known)}{hint}")
+
+
+def split_spec(spec):
+    """NAME:key=value:... or FILE.py:CLASS:key=value:... -> (the model's name, [key=value])."""
+    name, *pairs = spec.split(":")
+    return (f"{name}:{pairs[0]}", pairs[1:]) if name.endswith(".py") and pairs else (name, pairs)
+
+
+def model_flag(spec):
+    """What a command that loads a run of this model needs besides the run."""
+    name, _ = split_spec(spec)
+    return f" --model {name}" if ".py:" in name else ""
+
+
+def find_class(spec, models=MODELS):
+    name, _ = split_spec(spec)
+    if name in models | IMPORTED:
+        return (models | IMPORTED)[name]
+    if ".py:" in name:
+        name = printable(name)
+        raise InputError(f"{name} is the class of a file, which only the command line may name: add{model_flag(name)}")
+    raise unknown("unknown model", name, (*models, "FILE.py:CLASS"))
+
+
 def parse_spec(spec, size, vocab_size):
-    """Model spec and size -> (model class, config). A spec is NAME or NAME:key=value:key=value, keys are Config fields.
+    """Model spec and size -> (model class, config). The settings of a spec are Config fields.
 
     Raises InputError for an unknown name or size, and as `configure` does."""
-    name = spec.split(":")[0]
-    if name not in MODELS:
-        raise InputError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
-    model_class = MODELS[name]
+    model_class = find_class(spec)
     if size not in model_class.SIZES:
-        raise InputError(f"{name} has no size {size!r}; known: {', '.join(model_class.SIZES)}")
+        raise unknown(f"{split_spec(spec)[0]} has no size", size, model_class.SIZES)
     return model_class, configure(spec, replace(model_class.SIZES[size], V=vocab_size))
 
 
 def configure(spec, config):
     """`config` with the settings of a spec. Raises InputError for an unknown key, and for a value that the model refuses."""
-    name, *pairs = spec.split(":")
-    types = {f.name: f.type for f in fields(config) if f.name not in ("V", "classes")}  # those come from the data
+    name, pairs = split_spec(spec)
+    hints, of_data = typing.get_type_hints(type(config)), ("V", "classes")
+    types = {f.name: hints[f.name] for f in fields(config) if hints[f.name] in READ and f.name not in of_data}
     values = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if key in values:
             raise InputError(f"{spec!r} sets {key} twice")
         if key not in types or not equals:
-            raise InputError(f"{name} has no setting {pair!r}; known: {', '.join(f'{k}=' for k in types)}")
+            raise unknown(f"{name} has no setting", pair, [f"{key}=" for key in types])
         try:
-            values[key] = types[key](value)
-        except ValueError:
+            values[key] = READ[types[key]](value)
+        except (ValueError, KeyError):
             raise InputError(f"{name}: {key}={value} is not {types[key].__name__}") from None
     try:
         return replace(config, **values)
     except ValueError as e:
         raise InputError(f"{name}: {e}") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models of other files: the contract stands in PAPERS.md, "A new model"
+
+
+class Defaults:
+    """What such a class may leave out, with `SIZES` (each is Config()), `config` and `layers` (none)."""
+
+    NO_DECAY = ()
+
+    def step(self, idx_t, state):
+        logits, _, state = self(idx_t[:, None], state=state)
+        return logits[:, -1], state
+
+    def num_params(self):
+        counts = Counter()
+        for name, p in self.named_parameters():
+            counts[name.split(".")[0]] += p.numel()
+        return {**counts, "total": counts.total()}
+
+    def flops_per_token(self, seq):
+        return 6 * self.num_params()["total"]
+
+
+def with_defaults(model_class):
+    def __init__(self, config):
+        model_class.__init__(self, config)
+        for name, value in (("config", config), ("layers", [])):
+            if not hasattr(self, name):
+                setattr(self, name, value)
+
+    added = {"__init__": __init__, "__module__": model_class.__module__}
+    if not hasattr(model_class, "SIZES"):
+        added["SIZES"] = dict.fromkeys((size for known in MODELS.values() for size in known.SIZES), model_class.Config())
+    return type(model_class.__name__, (model_class, Defaults), added)
+
+
+def import_models(text, other_contracts=()):
+    """Imports the classes that a comma-separated list of specs names as FILE.py:CLASS, and checks them; from then on they are
+    known by that name, without a folder. Nothing else imports a file: a checkpoint's could be a stranger's.
+
+    other_contracts: base classes whose subclasses are not checked. Returns the list, without folders. Raises InputError."""
+    return ",".join(import_model(spec.strip(), other_contracts) for spec in text.split(","))
+
+
+def import_model(spec, other_contracts):
+    name, pairs = split_spec(spec)
+    file, _, class_name = name.rpartition(":")
+    if not file.endswith(".py"):
+        return spec
+    path = Path(file).expanduser().resolve()
+    module_name, key = re.sub(r"\W", "_", str(path)), f"{path.name}:{class_name}"
+    if module_name not in sys.modules:
+        found = importlib.util.spec_from_file_location(module_name, path)
+        module = sys.modules[module_name] = importlib.util.module_from_spec(found)  # before it runs: dataclasses look there
+        sys.path.append(str(path.parent))  # last, for what lies beside the file
+        try:
+            found.loader.exec_module(module)
+        except Exception as e:  # whatever a file does
+            del sys.modules[module_name]
+            raise InputError(f"cannot import {file}: {reason(e, path)}") from None
+    classes = {k: v for k, v in vars(sys.modules[module_name]).items() if isinstance(v, type)}
+    if class_name not in classes:
+        raise unknown(f"{file} has no class", class_name, classes)
+    model_class, before = classes[class_name], IMPORTED.get(key)
+    if before and before.__module__ != model_class.__module__:
+        raise InputError(f"two files have the name {key}: rename one")
+    if not issubclass(model_class, other_contracts):
+        faults = missing(model_class)
+        if set(faults) <= {NO_STATE}:
+            model_class = with_defaults(model_class)
+            faults += step_faults(model_class, next(iter(model_class.SIZES.values())), whole_contract=not faults)
+        if faults:
+            raise InputError(f"{key} is no model (PAPERS.md, A new model): {'; '.join(faults)}")
+    IMPORTED[key] = model_class
+    return ":".join([key, *pairs])
+
+
+def missing(model_class):
+    """What the contract asks of a class, and this one has not."""
+    faults = [] if issubclass(model_class, torch.nn.Module) else ["it is no torch.nn.Module"]
+    try:
+        fields(model_class.Config), model_class.Config().V
+    except Exception as e:
+        faults.append(f"no Config, a dataclass whose fields have defaults, one of them V ({type(e).__name__}: {e})")
+    if getattr(model_class, "forward", None) in (None, torch.nn.Module.forward):
+        faults.append("no forward(idx, targets=None, state=None)")
+    return faults if hasattr(model_class, "init_state") else [*faults, NO_STATE]
+
+
+def step_faults(model_class, config, device="cpu", checkpointing=False, whole_contract=False):
+    """What a training step of 1 x 8 tokens shows to be wrong, and with `whole_contract` a text read in pieces: on a copy with
+    at most 4 layers. The random numbers go on as if it had not been."""
+    if isinstance(getattr(config, "L", None), int):
+        config = replace(config, L=min(config.L, 4))
+    V, faults, call = config.V, [], "__init__(config)"
+    x = torch.arange(8, device=device)[None] % V
+    with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
+        try:
+            model = model_class(config).to(device)
+            model.checkpointing, call = checkpointing, "forward(idx, targets)"
+            logits, loss, _ = model(x, x)
+            if logits.shape != (1, 8, V):
+                faults.append(f"logits of shape {tuple(logits.shape)}, not (B, T, V) = (1, 8, {V})")
+            if loss.dim() or not loss.isfinite():
+                faults.append("a loss that is no finite number: the mean in nats a token")
+            loss.mean().backward()
+            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            faults += [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
+            if whole_contract:
+                with torch.no_grad():
+                    call, whole = "forward(idx)", model.eval()(x)[0]
+                    call, state = "init_state(1)", model.init_state(1)
+                    call, (first, _, state) = "forward(idx, state=state)", model(x[:, :4], state=state)
+                    call, (second, _, state) = "forward(idx, state=state)", model(x[:, 4:7], state=state)
+                    call, (third, _) = "step(idx_t, state)", model.step(x[:, 7], state)
+                apart = (torch.cat((first, second, third[:, None]), 1) - whole).abs().max().item()
+                if not apart < 0.01 * (1 + whole.abs().max()):
+                    faults.append(f"in pieces, each with the state of those before, a text has other logits (by {apart:.2g})")
+        except Exception as e:  # whatever a model does
+            if isinstance(e, MemoryError) or "allocate" in str(e):
+                raise
+            faults.append(f"{call}: {reason(e, sys.modules[model_class.__module__].__file__)}")
+    return faults
+
+
+def reason(e, file):
+    """An exception in a line, with the last line of `file` that led to it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(file)]
+    kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
+    return f"{kind}{' '.join(str(e).split())[:200]}" + (f" (line {lines[-1]})" if lines else "")
 
 
 def params_table(spec, size, seq):
@@ -178,7 +346,10 @@ def build(checkpoint, device="cpu"):
     fit, or if the model cannot be computed there (what NANOHILBERT_BACKEND names)."""
     meta, saved = checkpoint["meta"], checkpoint["model"]
     try:
-        model_class = MODELS[meta["spec"].split(":")[0]]
+        model_class = find_class(meta["spec"])
+    except InputError as e:
+        raise InputError(f"{checkpoint['path']}: {e}") from None
+    try:
         config = model_class.Config(**meta["config"])
         with torch.device("meta"):  # nothing is allocated yet; a layer has several tensors
             sketch = model_class(config) if getattr(config, "L", 0) <= len(saved) else None
@@ -293,14 +464,18 @@ def main():
     for name, (default, _, _, text) in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
+    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class of a run whose model is a file's")
     args = parser.parse_args()
     for name, (_, allows, rule, _) in numbers.items():
         if not allows(getattr(args, name)):
             raise InputError(f"--{name} must {rule}")
     if not args.prompt:
         raise InputError("--prompt is empty: a model needs one token to start from")
+    given = import_models(args.model)
     run = newest_run() if args.run is None else os.path.expanduser(args.run)
     model, meta = load(run, pick_device(args.device))
+    if given and split_spec(given)[0] != split_spec(meta["spec"])[0]:
+        raise InputError(f"--model {given} is not the class of {run}, a run of {meta['spec']}")
     note(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
     prompt = args.prompt.encode("utf-8", errors="surrogateescape")
     start = time.perf_counter()

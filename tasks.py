@@ -156,19 +156,15 @@ def build(spec, task, seeds):
     """The model of a spec for a task: for all seeds at once, or for the first alone if it is a language model.
 
     Raises InputError for an unknown task or model, and for settings that the model refuses."""
-    name, *pairs = spec.split(":")
-    if name not in csp.MODELS | sample.MODELS:
-        known = ", ".join(csp.MODELS | sample.MODELS)
-        raise InputError(f"unknown model {name!r}; known: {known}, and all for the paper's six")
+    model_class, (name, pairs) = sample.find_class(spec, csp.MODELS | sample.MODELS), sample.split_spec(spec)
     if task not in TASKS:
-        known = ", ".join(task for task in TASKS if not task.startswith("mod"))
-        raise InputError(f"unknown task {task!r}; known: {known}, mod2 ... mod99, and all for the paper's three")
+        known = [*(task for task in TASKS if not task.startswith("mod")), "mod2 ... mod99"]
+        raise sample.unknown("unknown task", task, [*known, "all for the paper's three"])
     classes, V = TASKS[task].classes, max(csp.Config.V, TASKS[task].symbols)
-    if name in csp.MODELS:
-        config = sample.configure(spec, csp.MODELS[name].Config(classes=classes, V=V))
-        return csp.stack_seeds(csp.MODELS[name], config, seeds)
-    given = {pair.partition("=")[0] for pair in pairs}
-    pairs += [f"{key}={value}" for key, value in (("D", csp.WIDTH), ("L", 3)) if key not in given]
+    if issubclass(model_class, csp.Model):
+        return csp.stack_seeds(model_class, sample.configure(spec, model_class.Config(classes=classes, V=V)), seeds)
+    given, known = {pair.partition("=")[0] for pair in pairs}, vars(model_class.Config())
+    pairs += [f"{key}={value}" for key, value in (("D", csp.WIDTH), ("L", 3)) if key in known and key not in given]
     model_class, config = sample.parse_spec(":".join([name, *pairs]), "tiny", max(V, classes))
     torch.manual_seed(seeds[0])
     return LanguageModel(model_class(config), classes)
@@ -426,7 +422,8 @@ def main():
     parser.add_argument("--out", help="folder for runs, tables and figures (default: runs/tasks-EPOCHS)")
     args = parser.parse_args()
     seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
-    models, tasks = split_names(args.model, csp.MODELS), split_names(args.task, report.PAPER_TASKS)
+    models = split_names(sample.import_models(args.model, (csp.Model,)), csp.MODELS)
+    tasks = split_names(args.task, report.PAPER_TASKS)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
     wrong = [
         (by_torchrun, "the tasks are trained by one process: start it without torchrun"),
@@ -457,7 +454,8 @@ def main():
         for s in chain(*missing):
             check_folder(run_folder(out, s))
         for group in filter(None, missing):
-            together = len(group) if group[0].model.split(":")[0] in csp.MODELS else 1
+            model_class = sample.find_class(group[0].model, csp.MODELS | sample.MODELS)
+            together = len(group) if issubclass(model_class, csp.Model) else 1
             for i in range(0, len(group), together):
                 run_group(group[i : i + together], out, device)
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.

@@ -4509,6 +4509,108 @@ def test_piping_into_head_is_no_error(program, cut):
     assert b"Broken" not in done.stderr
 
 
+# ---- models of files that the command line names ----
+
+
+@pytest.fixture
+def gru(program, monkeypatch):
+    """The example of PAPERS.md, in a folder lib; its `Config` has strings as types. Returns its text."""
+    for name, value in (("IMPORTED", {}), ("path", [*sys.path])):
+        monkeypatch.setattr(sample if name == "IMPORTED" else sys, name, value)
+    (code,) = [x for x in re.findall(r"^```python\n(.*?)^```", PAPERS, re.DOTALL | re.MULTILINE) if "class MyGRU" in x]
+    assert len(code.splitlines()) <= 40
+    Path("lib").mkdir()
+    Path("lib/mygru.py").write_text(f"from __future__ import annotations\n{code}")
+    return code
+
+
+def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures, no_curves, monkeypatch):
+    spec, small = "lib/mygru.py:MyGRU", ["--data", "text.txt", "--steps", 4, "--batch", 2, "--seq", 16, "--eval_seqs", 2]
+    code, _, err = program(train, "--model", f"{spec}:D=8,hmamba:D=8:L=1:H=1:N=2", *small, "--stop_at", 2)
+    assert (code, err) == (0, "")
+    run = "runs/MyGRU_D_8-text-tiny-s1"
+    assert sample.read_checkpoint(run)["meta"]["config"] == {"V": 256, "D": 8, "L": 2}
+    header = report.read_log(run)[0]
+    assert header["params"] == {"embedding": 2048, "layers": 864, "head": 2304, "total": 5216}
+    assert header["flops_per_token"] == 6 * 5216
+    sample.IMPORTED.clear()  # as another program: a checkpoint alone has nothing imported
+    for module, argv in ((sample, [run]), (train, ["--resume", run]), (diagnose, [run, "--prompt", "x"])):
+        before = content(".")
+        code, out, err = program(module, *argv)
+        assert (code, err.count("\n")) == (2, 1) and "add --model mygru.py:MyGRU" in err and not out
+        assert content(".") == before
+    os.chdir("lib")  # the file is named from where one is
+    other = program(sample, f"../{run}", "--model", "mygru.py:MyGRU", "--length", 9)
+    assert other[0] == 0 and "tokens/s" in other[2]
+    assert "is not the class of" in program(sample, "../runs/hmamba_D_8_L_1_H_1_N_2-text-tiny-s1", "--model", "mygru.py:MyGRU")[2]
+    assert "unknown here" in program(diagnose, f"../{run}", "--prompt", "x", "--model", "mygru.py:MyGRU")[1]
+    assert "differs from" in program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU:D=4")[2]
+    code, out, _ = program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU")
+    assert code == 0 and f"python sample.py ../{run} --model mygru.py:MyGRU" in out
+    assert program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU", "--eval_only")[0] == 0
+    code, out, _ = program(report, f"../{run}", "--out", "here")
+    assert code == 0 and "MyGRU D=8" in out
+    code, out, _ = program(tasks, *QUICK, "--model", "mygru.py:MyGRU:L=1")
+    assert code == 0 and Path("here/MyGRU_L_1-mod3-s42").exists()
+
+
+def test_a_file_may_vary_our_models(program, gru, no_curves):
+    """With what lies beside it; without `layers`, which the logs then lack; a wider CSP is one for tasks.py."""
+    Path("lib/beside.py").write_text("from csp import CSPFast\nfrom htransformer import HTransformer\n")
+    Path("lib/mine.py").write_text("from beside import *\nclass Mine(HTransformer):\n    pass\nclass Wide(CSPFast):\n    pass\n")
+    assert sample.import_models("lib/mine.py:Mine:D=8, hmamba") == "mine.py:Mine:D=8,hmamba"
+    model_class, config = sample.parse_spec("mine.py:Mine:score=softmax", "small", 256)
+    assert issubclass(model_class, htransformer.HTransformer) and (config.D, config.score) == (512, "softmax")
+    assert sample.import_models("lib/mine.py:Wide", (csp.Model,)) == "mine.py:Wide"
+    assert tasks.build("mine.py:Wide:d=4", "mod3", [1, 2])(torch.zeros(2, 1, 3, dtype=torch.int64)).shape == (2, 1, 3, 3)
+    flat = gru.replace("self.layers", "self.blocks")
+    Path("lib/flat.py").write_text(flat)
+    small = ["--data", "text.txt", "--steps", 2, "--batch", 2, "--seq", 16, "--eval_seqs", 2, "--out", "run"]
+    assert program(train, "--model", "lib/flat.py:MyGRU:D=8", *small)[0] == 0
+    assert [e["layers"] for e in report.read_log("run") if e["event"] == "grad"] == [[]]
+    code, out, _ = program(report, "run")
+    assert code == 0 and "MyGRU D=8" in out
+
+
+GRU_FAULTS = [  # what is replaced in the example, and what is said of it
+    ([], ":MyGRU:D=x", "D=x is not int"), ([], ":MyGRU:W=1", "no setting 'W=1'; known: D=, L="), ([], ":MyGru", "did you mean MyGRU?"),
+    ([("D: int = 128", "D: int")], ":MyGRU", "no Config, a dataclass whose fields have defaults"),
+    ([("V: int", "W: int")], ":MyGRU", "one of them V"),
+    ([("@dataclass", "")], ":MyGRU", "no Config, a dataclass"),
+    ([("def forward", "def call"), ("def init_state", "def begin")], ":MyGRU", r"no forward\(.*; no init_state\("),
+    ([("def init_state", "def begin"), ("self.init_state", "self.begin"), ("return logits, loss", "return x, loss")], ":MyGRU",
+     r"no init_state.*; logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)"),
+    ([("self.init_state", "self.begin")], ":MyGRU", r"forward\(idx, targets\): AttributeError: .*begin.* \(line \d\d\)"),
+    ([("return logits, loss, states", "return logits, loss")], ":MyGRU", "not enough values to unpack"),
+    ([("targets.flatten())", 'targets.flatten(), reduction="none")')], ":MyGRU", "a loss that is no finite number"),
+    ([("self.head =", "self.more = self.head =")], ":MyGRU", None),  # no fault: one tensor under two names
+    ([("self.config =", "self.unused, self.config = nn.Linear(2, 2),")], ":MyGRU", "without a gradient: unused.weight, unused.bias"),
+    ([("batch_first=True", "batch_first=True, bidirectional=True"), ("x = x + y", "x = x + y.unflatten(2, (2, -1)).sum(2)"),
+      ("new_zeros(1", "new_zeros(2")], ":MyGRU", "in pieces, each with the state of those before, a text has other logits"),
+    ([("states.append(h)", "states.append(h * 0)")], ":MyGRU", "in pieces, each with the state of those before"),
+    ([("import nn", "import nm")], ":MyGRU", r"cannot import lib/mygru.py: ImportError: .*\(line 4\)"),
+    ([("def __init__(self", "def __init__(self,")], ":MyGRU", "cannot import lib/mygru.py: SyntaxError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "spec", "message"), GRU_FAULTS)
+def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, changes, spec, message):
+    """Before anything is made; the random numbers are those of a program that did not look."""
+    for old, new in changes:
+        assert old in gru
+        gru = gru.replace(old, new)
+    Path("lib/mygru.py").write_text(gru)
+    torch.manual_seed(5)
+    before, drawn = torch.get_rng_state(), content(".")
+    if message is None:
+        assert sample.import_models("lib/mygru.py:MyGRU") == "mygru.py:MyGRU"
+        assert torch.equal(torch.get_rng_state(), before)
+        return
+    code, out, err = program(train, "--model", f"hmamba,lib/mygru.py{spec}", "--data", "text.txt")
+    assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err), err
+    assert {path: text for path, text in content(".").items() if "__pycache__" not in str(path)} == drawn
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Report
 
@@ -6541,7 +6643,7 @@ def test_bench_runs_the_part_of_its_device(program, monkeypatch):
 
 PAGES = ("README.md", "PAPERS.md", "results/README.md")
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
-README, _, FINDINGS = TEXTS.values()
+README, PAPERS, FINDINGS = TEXTS.values()
 TABLES = {str(t.parent.relative_to(ROOT)): t.read_text(encoding="utf-8") for t in ROOT.glob("results/**/tables.md")}
 
 

@@ -147,6 +147,8 @@ def parse_flags():
             parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
     given |= {k: os.path.expanduser(given[k]) for k in ("data", "out", "resume", "init_from") if k in given}
+    if "model" in given:
+        given["model"] = sample.import_models(",".join(given["model"])).split(",")
     for key in ("data", "out", "resume", "init_from"):
         if given.get(key) == "":
             raise InputError(f"--{key} '' names no {'text' if key == 'data' else 'folder'}")
@@ -402,16 +404,10 @@ def new_model(s, vocab_size):
 
 def try_step(s, corpus, device):
     """A step of 1 x 8 tokens with at most 4 layers, before a folder is made. Raises InputError if it is refused."""
-    model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
-    model = model_class(dataclasses.replace(config, L=min(config.L, 4))).to(device)
-    model.checkpointing = s.checkpointing
-    x = torch.zeros(1, min(8, s.seq), dtype=torch.int64, device=device)
-    try:
-        with autocast(s, device):
-            loss = model(x, x)[1]
-        loss.backward()
-    except ValueError as e:
-        raise InputError(f"{s.model} cannot be trained here: {e}") from None
+    with autocast(s, device):
+        faults = sample.step_faults(*sample.parse_spec(s.model, s.size, corpus.vocab_size), device, s.checkpointing)
+    if faults:
+        raise InputError(f"{s.model} cannot be trained here: {'; '.join(faults)}")
     if s.compile:
         try:
             import torch._inductor.config as inductor
@@ -595,7 +591,7 @@ class Run:
                     text = sample.text(self.model, 400, 0.8, 50, 1.0, 1.0)
                 (self.folder / "sample.txt").write_text(text, encoding="utf-8")
             self.write("sample", text=text)  # the last event of a run that is complete
-            more = f"python sample.py {quote(self.folder)}"
+            more = f"python sample.py {quote(self.folder)}{sample.model_flag(s.model)}"
             print_rank0(f"--- a sample, temperature 0.8 (more: {more})\n{text.strip()}\n---")
         if s.epochs:
             with extra("table"):
@@ -677,7 +673,8 @@ def train(s, corpus, device, folder, again, checkpoint=None):
             run.save_last()
     progress.bar.close()
     if run.step < run.end:
-        print_rank0(f"stopped after step {run.step}; go on with: {again or f'python train.py --resume {quote(folder)}'}")
+        alone = f"python train.py --resume {quote(folder)}{sample.model_flag(s.model)}"
+        print_rank0(f"stopped after step {run.step}; go on with: {again or alone}")
     else:
         run.finish()
     if sum_over_ranks([len(stop_signals)])[0]:
@@ -785,6 +782,8 @@ def find_run(flags, stack):
     with rank_in_errors():
         checkpoint = checkpoint or sample.read_checkpoint(file)
     saved = checkpoint["meta"]["settings"]
+    if flags.get("model") in sample.IMPORTED and not begins:  # which names the class, and not its settings
+        flags = {k: v for k, v in flags.items() if k != "model" or v != sample.split_spec(saved["model"])[0]}
     may_change = MAY_CHANGE | ({"out"} if begins else {"column"} if evaluates else set())
     for key, value in flags.items():
         if key not in may_change and value != saved.get(key):
