@@ -242,8 +242,7 @@ def train_task(name):
 
     def repetition():
         x, y = tasks.batches("parity", seeds, 64, 16, (1, next(steps)), "cpu")
-        losses = F.cross_entropy(model(x, generators).flatten(0, 2), y.flatten(), reduction="none")
-        tasks.update(model, optimizer, losses.view(len(seeds), -1).mean(1))
+        tasks.update(model, optimizer, tasks.losses(model, x, y, generators))
 
     return repetition
 
@@ -715,7 +714,7 @@ def tables(args, sections, names):
 
 
 def main():
-    description, _, notes = __doc__.partition("\n\n")
+    description, _, notes = (__doc__ or "").partition("\n\n")  # python -OO has none
     parser = Parser(description=description, epilog=notes)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--sections", metavar="A,B", help="of the CPU or the GPU part (default: all of them)")
@@ -743,9 +742,12 @@ def main():
     out = None
     if path:
         path = Path(path).expanduser()
+        both = path, path.with_suffix(".json")
+        for file in both:
+            if file.exists() or path.suffix == ".json":
+                raise InputError(f"--out {path}: " + (f"{file} exists" if file.exists() else "that is the JSON's name"))
         with explain(f"create {path}"):
             out = path.open("x", encoding="utf-8")
-            path.with_suffix(".json").touch(exist_ok=False)
     document = {"machine": machine(args), "git": provenance(torch.device("cpu"), 1)["git"], "tables": []}
     write(tables(args, sections, names), document, out)
 

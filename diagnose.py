@@ -338,7 +338,7 @@ def phases(folders, text):
         with torch.random.fork_rng():
             z = complex_states(model, torch.tensor([tokens])) if what else None
         if z is None:
-            why = "is real: it has no phase" if what else "is not made from hmamba, pam or htransformer: its state is unknown here"
+            why = "is real: it has no phase" if what else "is none of those that can be drawn: its state is unknown here"
             lines.append(f"{folder.name}: {meta['spec']} {why}")
             continue
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character stands at its last byte

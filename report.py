@@ -68,7 +68,7 @@ class Log:
 
 def run_name(*parts):
     """Parts of a run's name, of which the first is the model spec, as a name for its folder; of FILE.py:CLASS the class."""
-    return re.sub(r"[:=/\\\0]", "_", re.sub(r"^[^:]*\.py:", "", "-".join(map(str, parts))))
+    return re.sub(r"[:=/\\\0]", "_", "-".join(re.sub(r"^[^:]*\.py:", "", str(part)) for part in parts))
 
 
 def provenance(device, world):
@@ -1107,7 +1107,8 @@ def plot_lengths(task, models, path):
         by_length = [tuple(zip(*sorted((e["length"], e["acc"]) for e in evals))) for evals in logged]
         by_position = [next(e["acc_by_pos"] for e in evals if e["length"] == longest) for evals in logged]
         lines["by length"][model] = style(model), by_length
-        lines["by position"][model] = style(model), [(range(1, longest + 1), acc) for acc in by_position]
+        scored = [[(t, acc) for t, acc in enumerate(run, 1) if acc is not None] for run in by_position]
+        lines["by position"][model] = style(model), [tuple(zip(*points)) for points in scored]
     title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {seeds} seeds a model"
     with figure(path, f"{title}; grey: always the commonest answer", lines, 2, height=3, ylabel="accuracy",
                 sharey=True) as (left, right):  # fmt: skip

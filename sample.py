@@ -2,6 +2,8 @@
 
     python sample.py                                    the newest run in runs/
     python sample.py runs/hmamba-stdlib-tiny-s1 --prompt "def main(" --temperature 0.7 --length 1000
+    python sample.py runs/hmamba-stdlib-tiny-s1 --prompt FILE:x.txt --num_samples 3    or --prompt -, standard input
+    python sample.py runs/hmamba-stdlib-tiny-s1 --score x.txt      bits a character of a text, by position
 
 Also the home of MODELS, of model specs ("hmamba:N=4", "FILE.py:CLASS:D=64") and of checkpoints: `save_checkpoint` and
 the one loader, `load`.
@@ -22,26 +24,30 @@ import typing
 import unicodedata
 import zipfile
 from collections import Counter
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import hmamba
 import htransformer
 import pam
-from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, note, replace_file
+from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, note, progress, replace_file
+from report import markdown
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
 FORMAT = "nanohilbert-1"  # of checkpoints
 NO_STATE = "no init_state(batch_size)"
-IMPORTED = {}  # classes of the files that the command line has named, by FILE.py:CLASS
+IMPORTED, FILES = {}, set()  # classes by FILE.py:CLASS, and paths, of the files that the command line has named
 READ = {int: int, float: float, str: str, bool: {"True": True, "False": False}.__getitem__}  # a setting's text, by type
 PLAIN = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")  # of its pickle
 TINY = 1e-30  # float32 holds it, its inverse, and scores divided by it
 PREFILL = 4096  # prompt tokens read in one pass
+SCORES = 2**24  # logits that are held at once
 
 
 def unknown(what, name, known):
@@ -136,41 +142,48 @@ def with_defaults(model_class):
 
     added = {"__init__": __init__, "__module__": model_class.__module__}
     if not hasattr(model_class, "SIZES"):
-        added["SIZES"] = dict.fromkeys((size for known in MODELS.values() for size in known.SIZES), model_class.Config())
+        sizes = [size for known in MODELS.values() for size in known.SIZES]
+        added["SIZES"] = dict.fromkeys(sizes, model_class.Config())
     return type(model_class.__name__, (model_class, Defaults), added)
 
 
 def import_models(text, other_contracts=()):
-    """Imports the classes that a comma-separated list of specs names as FILE.py:CLASS, and checks them; from then on they are
-    known by that name, without a folder. Nothing else imports a file: a checkpoint's could be a stranger's.
+    """Imports the classes that a comma-separated list of specs names as FILE.py:CLASS, and checks them; from then on they
+    are known by that name, without a folder. Only the command line names files: a checkpoint's could be a stranger's.
 
-    other_contracts: base classes whose subclasses are not checked. Returns the list, without folders. Raises InputError."""
+    other_contracts: base classes whose subclasses are not checked. Returns the list, without folders."""
     return ",".join(import_model(spec.strip(), other_contracts) for spec in text.split(","))
 
 
-def import_model(spec, other_contracts):
-    name, pairs = split_spec(spec)
-    file, _, class_name = name.rpartition(":")
-    if not file.endswith(".py"):
-        return spec
+def import_name(name):
+    """FILE.py:NAME, as the command line gives it -> (that without a folder, what the file calls so). Raises InputError."""
+    file, _, wanted = name.rpartition(":")
     path = Path(file).expanduser().resolve()
-    module_name, key = re.sub(r"\W", "_", str(path)), f"{path.name}:{class_name}"
+    module_name, key = re.sub(r"\W", "_", str(path)), f"{path.name}:{wanted}"
     if module_name not in sys.modules:
         found = importlib.util.spec_from_file_location(module_name, path)
-        module = sys.modules[module_name] = importlib.util.module_from_spec(found)  # before it runs: dataclasses look there
+        module = sys.modules[module_name] = importlib.util.module_from_spec(found)  # where dataclasses look
         sys.path.append(str(path.parent))  # last, for what lies beside the file
+        FILES.add(str(path))
         try:
             found.loader.exec_module(module)
         except Exception as e:  # whatever a file does
             del sys.modules[module_name]
-            raise InputError(f"cannot import {file}: {reason(e, path)}") from None
-    classes = {k: v for k, v in vars(sys.modules[module_name]).items() if isinstance(v, type)}
-    if class_name not in classes:
-        raise unknown(f"{file} has no class", class_name, classes)
-    model_class, before = classes[class_name], IMPORTED.get(key)
-    if before and before.__module__ != model_class.__module__:
+            raise InputError(f"cannot import {file}: {reason(e)}") from None
+    known = {k: v for k, v in vars(sys.modules[module_name]).items() if not k.startswith("_")}
+    if wanted not in known:
+        raise unknown(f"{file} has no", wanted, known)
+    return key, known[wanted]
+
+
+def import_model(spec, other_contracts):
+    name, pairs = split_spec(spec)
+    if ".py:" not in name:
+        return spec
+    key, model_class = import_name(name)
+    if key in IMPORTED and IMPORTED[key].__module__ != model_class.__module__:
         raise InputError(f"two files have the name {key}: rename one")
-    if not issubclass(model_class, other_contracts):
+    if not isinstance(model_class, type) or not issubclass(model_class, other_contracts):
         faults = missing(model_class)
         if set(faults) <= {NO_STATE}:
             model_class = with_defaults(model_class)
@@ -183,9 +196,10 @@ def import_model(spec, other_contracts):
 
 def missing(model_class):
     """What the contract asks of a class, and this one has not."""
-    faults = [] if issubclass(model_class, torch.nn.Module) else ["it is no torch.nn.Module"]
+    is_module = isinstance(model_class, type) and issubclass(model_class, torch.nn.Module)
+    faults = [] if is_module else ["it is no torch.nn.Module"]
     try:
-        fields(model_class.Config), model_class.Config().V
+        fields(model_class.Config), range(model_class.Config().V)
     except Exception as e:
         faults.append(f"no Config, a dataclass whose fields have defaults, one of them V ({type(e).__name__}: {e})")
     if getattr(model_class, "forward", None) in (None, torch.nn.Module.forward):
@@ -194,8 +208,8 @@ def missing(model_class):
 
 
 def step_faults(model_class, config, device="cpu", checkpointing=False, whole_contract=False):
-    """What a training step of 1 x 8 tokens shows to be wrong, and with `whole_contract` a text read in pieces: on a copy with
-    at most 4 layers. The random numbers go on as if it had not been."""
+    """What a training step of 1 x 8 tokens shows to be wrong, and with `whole_contract` a text read in pieces: on a copy
+    with at most 4 layers. The random numbers go on as if it had not been."""
     if isinstance(getattr(config, "L", None), int):
         config = replace(config, L=min(config.L, 4))
     V, faults, call = config.V, [], "__init__(config)"
@@ -221,19 +235,20 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, whole_co
                     call, (third, _) = "step(idx_t, state)", model.step(x[:, 7], state)
                 apart = (torch.cat((first, second, third[:, None]), 1) - whole).abs().max().item()
                 if not apart < 0.01 * (1 + whole.abs().max()):
-                    faults.append(f"in pieces, each with the state of those before, a text has other logits (by {apart:.2g})")
+                    faults.append(f"in pieces, with the state carried on, a text has other logits (by {apart:.2g})")
         except Exception as e:  # whatever a model does
             if isinstance(e, MemoryError) or "allocate" in str(e):
                 raise
-            faults.append(f"{call}: {reason(e, sys.modules[model_class.__module__].__file__)}")
+            faults.append(f"{call}: {reason(e)}")
     return faults
 
 
-def reason(e, file):
-    """An exception in a line, with the last line of `file` that led to it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(file)]
+def reason(e):
+    """An exception in a line, with the last line of a file of the command line that led to it."""
+    frames = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename in FILES]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
-    return f"{kind}{' '.join(str(e).split())[:200]}" + (f" (line {lines[-1]})" if lines else "")
+    return f"{kind}{' '.join(str(e).split())[:200]}{where}"
 
 
 def params_table(spec, size, seq):
@@ -420,6 +435,32 @@ def generate(model, prompt, length, temperature=0.8, top_k=0, top_p=1.0, repetit
             logits, state = model.step(torch.tensor([token], device=device), state)
 
 
+@torch.no_grad()
+def score(model, tokens):
+    """Bits of each of `tokens`, a non-empty list, given a line break and those before it: (T,), float64."""
+    V, nats, state = model.config.V, [], model.init_state(1)
+    idx = torch.tensor(codec(V)[0](b"\n") + tokens, device=next(model.parameters()).device)
+    size = min(PREFILL, max(1, SCORES // V))
+    for x, y in progress([*zip(idx[:-1].split(size), idx[1:].split(size))], unit="pass", unit_scale=False):
+        logits, _, state = model(x[None], state=state)
+        nats.append(F.cross_entropy(logits[0].float(), y, reduction="none").double().cpu())
+    return torch.cat(nats) / math.log(2)
+
+
+def score_table(bits, pieces):
+    """Markdown of `score`, by position from the text's start. pieces: the bytes of each token. A character counts where
+    it begins: bytes 10xxxxxx go on with one."""
+    counts = torch.tensor([[1, len(p), sum(b & 0xC0 != 0x80 for b in p)] for p in pieces])
+    bounds = [0, *(4**i for i in range(2, 16) if 4**i < len(bits)), len(bits)]
+    rows = []
+    for begin, end in [*pairwise(bounds), (0, len(bits))]:
+        total, n = bits[begin:end].sum().item(), counts[begin:end].sum(0).tolist()
+        name = "all" if len(rows) == len(bounds) - 1 else f"{begin + 1}-{end}"
+        rows.append([name, *n, *(f"{total / k:.4f}" if k else "-" for k in n)])
+    head = ["tokens from the start", "tokens", "bytes", "characters", "bits a token", "a byte", "a character"]
+    return markdown(head, rows)
+
+
 def decode(tokens, vocab_size=256):
     """Tokens -> pieces of text as they become whole. What is not UTF-8, and control characters that could drive a
     terminal, become U+FFFD."""
@@ -443,18 +484,33 @@ def printable(text):
 
 
 def newest_run():
-    checkpoints = sorted(Path("runs").glob("*/*.pt"), key=lambda p: p.stat().st_mtime)
-    if not checkpoints:
+    times = {}
+    for path in Path("runs").glob("*/*.pt"):
+        with suppress(OSError):  # a broken link, or a run that renames it just now
+            times[path.stat().st_mtime] = path.parent
+    if not times:
         raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
-    return checkpoints[-1].parent
+    return times[max(times)]
+
+
+def read_text(name, what):
+    """The bytes of a file, of standard input if it is called -. Raises InputError if there are none."""
+    with explain(f"read {what} {name}"):
+        text = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+    if not text:
+        raise InputError(f"{what} {name} is empty: a model needs one token to start from")
+    return text
 
 
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run in runs/)")
-    parser.add_argument("--prompt", default="\n", help="text to continue (default: a line break)")
+    start = "text to continue; FILE:x.txt: the text of x.txt; -: standard input (default: a line break)"
+    parser.add_argument("--prompt", default="\n", help=start)
+    parser.add_argument("--score", metavar="FILE", help="only print the bits a character of a text; -: standard input")
     numbers = {  # default, what is allowed, and how that and the number are called
         "length": (500, lambda v: v >= 1, "be at least 1", "tokens to generate"),
+        "num_samples": (1, lambda v: v >= 1, "be at least 1", "texts to generate, with the seed and those behind it"),
         "temperature": (0.8, lambda v: 0 <= v < math.inf, "be 0 or more", "0 takes the likeliest token"),
         "top_k": (0, lambda v: v >= 0, "be 0 or more", "sample among the K likeliest tokens; 0: all"),
         "top_p": (1.0, lambda v: 0 < v <= 1, "lie in (0, 1]", "sample among the likeliest that hold this share"),
@@ -464,12 +520,18 @@ def main():
     for name, (default, _, _, text) in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
-    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class of a run whose model is a file's")
+    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class, if the run's model is a file's")
     args = parser.parse_args()
     for name, (_, allows, rule, _) in numbers.items():
         if not allows(getattr(args, name)):
             raise InputError(f"--{name} must {rule}")
-    if not args.prompt:
+    if args.score is not None:
+        prompt = read_text(args.score, "--score")
+    elif args.prompt == "-" or args.prompt.startswith("FILE:"):
+        prompt = read_text(args.prompt.removeprefix("FILE:"), "--prompt")
+    else:
+        prompt = args.prompt.encode("utf-8", errors="surrogateescape")
+    if not prompt:
         raise InputError("--prompt is empty: a model needs one token to start from")
     given = import_models(args.model)
     run = newest_run() if args.run is None else os.path.expanduser(args.run)
@@ -477,14 +539,19 @@ def main():
     if given and split_spec(given)[0] != split_spec(meta["spec"])[0]:
         raise InputError(f"--model {given} is not the class of {run}, a run of {meta['spec']}")
     note(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
-    prompt = args.prompt.encode("utf-8", errors="surrogateescape")
+    encode, to_bytes = codec(model.config.V)
+    tokens = encode(prompt)
+    if args.score is not None:
+        print(score_table(score(model, tokens), [to_bytes(token) for token in tokens]))
+        return
+    sampling = [args.temperature, args.top_k, args.top_p, args.repetition_penalty]
     start = time.perf_counter()
-    print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
-    V = model.config.V
-    for text in decode(generate(model, codec(V)[0](prompt), **{k: getattr(args, k) for k in numbers}), V):
-        print(text, end="", flush=True)
-    print(flush=True)
-    note(f"{args.length / (time.perf_counter() - start):,.0f} tokens/s")
+    for i in range(args.num_samples):
+        print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
+        for text in decode(generate(model, tokens, args.length, *sampling, (args.seed + i) % 2**63), model.config.V):
+            print(text, end="", flush=True)
+        print("\n---------------" if args.num_samples > 1 else "", flush=True)
+    note(f"{args.num_samples * args.length / (time.perf_counter() - start):,.0f} tokens/s")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ dyck1        brackets; 1 as long as the prefix can be completed, 0 from the firs
              64. The paper says "balanced" and no more
 dyck1-iid    all drawn freely: 29 % and 17 %
 s3           not in the paper: six symbols, the permutations of three things; their product so far. Its order matters
-A new task is a function and an entry of TASKS. An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is
-the mean over positions and 1,000 sequences.
+yours         --task FILE.py:NAME, a `Task` of that file; a target NOT_SCORED takes no part
+An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the mean over positions and 1,000 sequences.
 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
-repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). Settings as in train.py:
-csp-fast:scan=printed. Finished runs are kept and not repeated: the same command goes on where it was stopped, and no
-two commands work in one folder at the same time. A figure that cannot be drawn is told, and fails no command.
+repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). FILE.py:CLASS, a class
+of yours, is of either kind. Settings as in train.py: csp-fast:scan=printed. Finished runs are kept: the same command goes
+on where it was stopped. No two commands work in one folder. A figure that cannot be drawn is told, and fails no command.
 """
 
 import json
@@ -52,6 +52,7 @@ CLIP, L2 = 1.0, 1e-7  # CSP section 3.1; appendix E.3 says 1e-4
 EVAL_SAMPLES, WATCH_SAMPLES = 1000, 256  # at the end; while training
 EVAL_SYMBOLS = 16384  # in a pass of the evaluation
 LONGEST = 65536  # symbols of a sequence
+NOT_SCORED = -100  # target of a position that does not count, in training and in accuracies; cross_entropy ignores it
 
 
 @dataclass
@@ -76,8 +77,7 @@ class Settings:
 class Task:
     symbols: int  # 0 ... symbols - 1
     classes: int
-    draw: Callable  # (numpy RandomState, n, length) -> symbols and targets, (n, length) int64 each
-    first: int = 0  # position that counts, in training and in accuracies; -1: only the last
+    draw: Callable  # (numpy RandomState, n, length) -> symbols, and targets or NOT_SCORED, (n, length) int64 each
     longest: int = LONGEST
 
 
@@ -131,6 +131,14 @@ TASKS = {
 }
 
 
+def import_task(name):
+    """The name of a task in TASKS; FILE.py:NAME, a Task of another file, becomes one."""
+    if ".py:" in name:
+        name, task = sample.import_name(name)
+        TASKS[name] = task
+    return name
+
+
 def make_batch(task, n, length, stream):
     """n sequences of a task of TASKS and their targets, (n, length) int64 each. `stream` is a tuple of integers that seeds
     them: numpy has frozen what RandomState draws, so that a run has the same data everywhere."""
@@ -171,12 +179,21 @@ def build(spec, task, seeds):
 
 
 def check(spec, task, device):
-    """Raises InputError if the model cannot be built, or not be run as the environment variables ask."""
+    """Raises InputError if the model cannot be built, or not be run as the environment variables ask, or if the task
+    draws other symbols and targets than it says."""
     model = build(spec, task, [0]).to(device)
     try:
         model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
-    except ValueError as e:  # such as a backend that there is not
-        raise InputError(f"{spec}: {e}") from None
+        x, y = make_batch(task, 8, 16, (0,))
+        fits = x.shape == y.shape == (8, 16) and {*np.unique(x).tolist()} <= {*range(TASKS[task].symbols)}
+        fits = fits and {*np.unique(y).tolist()} <= {*range(TASKS[task].classes), NOT_SCORED}
+    except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
+        if isinstance(e, MemoryError) or "allocate" in str(e):
+            raise
+        raise InputError(f"{spec} on {task}: {sample.reason(e)}") from None
+    if not fits:
+        raise InputError(f"{task} must draw (n, length) symbols below {TASKS[task].symbols}, and targets below "
+                         f"{TASKS[task].classes} or {NOT_SCORED}")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,13 +206,20 @@ def batches(task, seeds, n, length, stream, device):
     return [torch.from_numpy(np.stack(z)).to(device) for z in zip(*pairs)]
 
 
+def losses(model, x, y, generators=None):
+    """Mean over the scored positions of each seed, (S,)."""
+    each = F.cross_entropy(model(x, generators).flatten(0, 2), y.flatten(), reduction="none", ignore_index=NOT_SCORED)
+    return each.view(len(y), -1).sum(1) / (y != NOT_SCORED).sum((1, 2))
+
+
 @torch.no_grad()
 def accuracy(model, task, seeds, n, length, device):
-    """Share of right answers by position, (S, length). Epoch 0, which training does not use, holds these sequences."""
+    """Share of right answers among the scored positions (S,), and by position (S, length), NaN where none is scored.
+    Epoch 0, which training does not use, holds these sequences."""
     x, y = batches(task, seeds, n, length, (0, length), device)
-    parts = zip(*(z.split(max(1, EVAL_SYMBOLS // length), 1) for z in (x, y)))
-    right = [model(x_part).argmax(-1) == y_part for x_part, y_part in parts]
-    return torch.cat(right, 1).float().mean(1).cpu()
+    right = torch.cat([model(part).argmax(-1) for part in x.split(max(1, EVAL_SYMBOLS // length), 1)], 1) == y
+    scored = y != NOT_SCORED
+    return (right.sum((1, 2)) / scored.sum((1, 2))).cpu(), (right.sum(1) / scored.sum(1)).cpu()
 
 
 def update(model, optimizer, loss):
@@ -226,6 +250,7 @@ def update(model, optimizer, loss):
     return norm
 
 
+@torch.no_grad()
 def token_angles(model, task, seeds, device):
     """What each CSP block has learnt to turn its state by at each of two symbols: the circular mean over the positions of
     256 sequences, in radians, and the length of the mean vector (1: always the same angle). {} if it has no such angle."""
@@ -233,13 +258,10 @@ def token_angles(model, task, seeds, device):
     if not has_angle or TASKS[task].symbols != 2:
         return {}
     x, _ = batches(task, seeds, WATCH_SAMPLES, 16, (0, 16), device)
-    angles = []
-    keep = lambda block, args: angles.append(block.angle(args[0]).flatten(2))  # noqa: E731
-    hooks = [block.register_forward_pre_hook(keep) for block in model.blocks]
-    with torch.no_grad():
-        model(x)
-    for hook in hooks:
-        hook.remove()
+    z, angles = model.embedding(x).unflatten(-1, (2, -1)), []
+    for block in model.blocks:
+        angles.append(block.angle(z).flatten(2))
+        z = block(z)
 
     def direction(angle, chosen):
         mean = torch.polar(torch.ones_like(angle), angle)[chosen].mean()
@@ -250,17 +272,16 @@ def token_angles(model, task, seeds, device):
 
 def train(s, seeds, device):
     """Trains `seeds` of one model on one task. Returns the events of each seed's log."""
-    classes, first = TASKS[s.task].classes, TASKS[s.task].first
     model = build(s.model, s.task, seeds).to(device)
     S, start = len(seeds), time.monotonic()
     optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=device.type != "mps")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]  # of the dropout
-    y = batches(s.task, seeds, EVAL_SAMPLES, max(s.lengths), (0, max(s.lengths)), device)[1][:, :, first:]
-    shares = torch.bincount(y.flatten(), minlength=classes) / y.numel()
+    y = batches(s.task, seeds, EVAL_SAMPLES, max(s.lengths), (0, max(s.lengths)), device)[1]
+    shares = torch.bincount(y[y != NOT_SCORED], minlength=TASKS[s.task].classes) / (y != NOT_SCORED).sum()
     header = {
         "event": "header", "step": 0, "tokens": 0, "time_s": 0.0, "trained_together": seeds,
         "params": {"total": sum(p.numel() for p in model.parameters()) // S},
-        "data": {"name": s.task, "classes": classes, "shares": shares.tolist()},
+        "data": {"name": s.task, "classes": TASKS[s.task].classes, "shares": shares.tolist()},
     } | report.provenance(device, 1)  # fmt: skip
     logs = [[header | {"settings": asdict(replace(s, seed=seed))}] for seed in seeds]
 
@@ -282,26 +303,25 @@ def train(s, seeds, device):
             model.train()
             for step in range(STEPS):
                 x, y = batches(s.task, seeds, s.batch, s.train_length, (epoch, step), device)
-                logits, y = model(x, generators)[:, :, first:], y[:, :, first:]
-                loss = F.cross_entropy(logits.flatten(0, 2), y.flatten(), reduction="none").view(S, -1).mean(1)
+                loss = losses(model, x, y, generators)
                 norm = update(model, optimizer, loss)
                 skipped += ~norm.isfinite().cpu()
                 seen.append(torch.stack((loss.detach(), norm)))
                 bar.update()
             if epoch % log_every == 0 or epoch == s.epochs:
                 model.eval()
-                acc = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device)[:, first:].mean(1)
-                losses, norms = torch.stack(seen, 1).cpu()  # (steps, S)
-                means = {"loss": losses.mean(0), "grad_norm": norms.mean(0), "grad_max": norms.amax(0), "acc": acc}
-                rounded = {k: [float(f"{v:.5g}") for v in values.tolist()] for k, values in means.items()}
+                acc, _ = accuracy(model, s.task, seeds, WATCH_SAMPLES, s.train_length, device)
+                means, norms = torch.stack(seen, 1).cpu()  # (steps, S)
+                watched = {"loss": means.mean(0), "grad_norm": norms.mean(0), "grad_max": norms.amax(0), "acc": acc}
+                rounded = {k: [float(f"{v:.5g}") for v in values.tolist()] for k, values in watched.items()}
                 write("train", epoch, lr=round(lr, 8), skipped=skipped.tolist(), **rounded)
                 seen.clear()
                 bar.set_postfix_str(f"acc {acc.min():.3f}-{acc.max():.3f}" if S > 1 else f"acc {acc[0]:.3f}")
     model.eval()
     for length in s.lengths:
-        by_position = accuracy(model, s.task, seeds, EVAL_SAMPLES, length, device)
-        write("eval", s.epochs, length=length, acc=[round(v, 5) for v in by_position[:, first:].mean(1).tolist()],
-              acc_by_pos=[[round(v, 3) for v in row] for row in by_position.tolist()])  # fmt: skip
+        acc, by_position = accuracy(model, s.task, seeds, EVAL_SAMPLES, length, device)
+        by_position = [[None if math.isnan(v) else round(v, 3) for v in row] for row in by_position.tolist()]
+        write("eval", s.epochs, length=length, acc=[round(v, 5) for v in acc.tolist()], acc_by_pos=by_position)
     write("final", s.epochs, skipped=skipped.tolist(), **token_angles(model, s.task, seeds, device))
     return logs
 
@@ -384,15 +404,6 @@ def run_group(group, out, device):
         raise InputError("; ".join(faults))
 
 
-def check_folder(folder):
-    """Raises InputError if no log can be written into the folder of a run."""
-    with data.explain(f"write {folder}"):
-        folder.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        with suppress(OSError):  # it holds something
-            folder.rmdir()
-
-
 def finished_logs(out, protocol):
     """The logs of all finished runs in the folder `out` that were trained under one protocol."""
     logs = []
@@ -423,14 +434,12 @@ def main():
     args = parser.parse_args()
     seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
     models = split_names(sample.import_models(args.model, (csp.Model,)), csp.MODELS)
-    tasks = split_names(args.task, report.PAPER_TASKS)
+    tasks = [import_task(name) for name in split_names(args.task, report.PAPER_TASKS)]
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+    numbers = {"epochs": args.epochs, "train_length": args.train_length, "lengths": lengths[0], "batch": args.batch}
     wrong = [
         (by_torchrun, "the tasks are trained by one process: start it without torchrun"),
-        (args.epochs < 1, "--epochs must be at least 1"),
-        (args.train_length < 1, "--train_length must be at least 1"),
-        (lengths[0] < 1, "--lengths must be at least 1"),
-        (args.batch < 1, "--batch must be at least 1"),
+        *((value < 1, f"--{name} must be at least 1") for name, value in numbers.items()),
         (not 0 < args.lr < math.inf, "--lr must be above 0"),
         (len(set(models)) < len(models), "--model names a model twice"),
         (len(set(tasks)) < len(tasks), "--task names a task twice"),
@@ -451,8 +460,12 @@ def main():
         out.mkdir(parents=True, exist_ok=True)
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
-        for s in chain(*missing):
-            check_folder(run_folder(out, s))
+        for folder in (run_folder(out, s) for s in chain(*missing)):  # each can be made, and written
+            with data.explain(f"write {folder}"):
+                folder.mkdir(exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+                with suppress(OSError):  # it holds something
+                    folder.rmdir()
         for group in filter(None, missing):
             model_class = sample.find_class(group[0].model, csp.MODELS | sample.MODELS)
             together = len(group) if issubclass(model_class, csp.Model) else 1
