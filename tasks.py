@@ -33,7 +33,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, permutations, product
+from itertools import accumulate, chain, permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -114,12 +114,9 @@ def draw_brackets(rng, n, length, balanced):
 
 def draw_permutations(rng, n, length):
     group = list(permutations(range(3)))  # the first is the identity
-    table = np.array([[group.index(tuple(later[i] for i in earlier)) for earlier in group] for later in group])
+    table = np.array([[group.index(tuple(second[i] for i in first)) for second in group] for first in group])
     x = rng.randint(0, 6, (n, length))
-    y, state = np.empty_like(x), 0
-    for t in range(length):
-        y[:, t] = state = table[x[:, t], state]  # the latest is applied last
-    return x, y
+    return x, np.stack(list(accumulate(x.T, lambda state, new: table[state, new])), 1)
 
 
 TASKS = {
