@@ -275,7 +275,8 @@ def plot_coherence(groups, path):
 # ----------------------------------------------------------------------------------------------------------------------
 # Phases over a text
 
-DRAWN = {hmamba.HMamba: "state psi_t", pam.PAM: "diagonal S_jj of the memory S_t", htransformer.HTransformer: "turned keys k_t"}
+DRAWN = {hmamba.HMamba: "state psi_t", htransformer.HTransformer: "turned keys k_t",
+         pam.PAM: "diagonal S_jj of the memory S_t"}  # fmt: skip
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS, MOST_ROWS = 64, 4, 4, 16  # in a picture; rows: complex numbers of a head
 
 
