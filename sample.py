@@ -187,7 +187,8 @@ def import_model(spec, other_contracts):
         faults = missing(model_class)
         if set(faults) <= {NO_STATE}:
             model_class = with_defaults(model_class)
-            faults += step_faults(model_class, next(iter(model_class.SIZES.values())), whole_contract=not faults)
+        if faults == [NO_STATE]:  # what else there is to mend
+            faults += step_faults(model_class, next(iter(model_class.SIZES.values())))
         if faults:
             raise InputError(f"{key} is no model (PAPERS.md, A new model): {'; '.join(faults)}")
     IMPORTED[key] = model_class
@@ -207,8 +208,8 @@ def missing(model_class):
     return faults if hasattr(model_class, "init_state") else [*faults, NO_STATE]
 
 
-def step_faults(model_class, config, device="cpu", checkpointing=False, whole_contract=False):
-    """What a training step of 1 x 8 tokens shows to be wrong, and with `whole_contract` a text read in pieces: on a copy
+def step_faults(model_class, config, device="cpu", checkpointing=False):
+    """What a training step of 1 x 8 tokens shows to be wrong, and for the class of a file a text read in pieces: on a copy
     with at most 4 layers. The random numbers go on as if it had not been."""
     if isinstance(getattr(config, "L", None), int):
         config = replace(config, L=min(config.L, 4))
@@ -226,8 +227,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, whole_co
             loss.mean().backward()
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
             faults += [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
-            if whole_contract:
-                with torch.no_grad():
+            if isinstance(model, Defaults) and hasattr(model, "init_state"):
+                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                     call, whole = "forward(idx)", model.eval()(x)[0]
                     call, state = "init_state(1)", model.init_state(1)
                     call, (first, _, state) = "forward(idx, state=state)", model(x[:, :4], state=state)

@@ -178,7 +178,11 @@ def build(spec, task, seeds):
 def check(spec, task, device):
     """Raises InputError if the model cannot be built, or not be run as the environment variables ask, or if the task
     draws other symbols and targets than it says."""
-    model = build(spec, task, [0]).to(device)
+    model, faults = build(spec, task, [0]).to(device), []
+    if isinstance(model, LanguageModel):
+        faults = sample.step_faults(type(model.model), model.model.config, device)
+    if faults:
+        raise InputError(f"{spec} on {task}: {'; '.join(faults)}")
     try:
         model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
         x, y = make_batch(task, 8, 16, (0,))
