@@ -6344,14 +6344,14 @@ NONE = Task(4, 5, lambda rng, n, length: 1 / 0)
 
 
 @pytest.fixture
-def toy(program, monkeypatch):
+def toy_tasks(program, monkeypatch):
     """A file with tasks of four symbols and five classes, of which LAST is scored at the last position alone."""
     monkeypatch.setattr(tasks, "TASKS", {**tasks.TASKS})
     Path("toy.py").write_text(TOY)
 
 
 @pytest.mark.parametrize("name", [*sample.MODELS, "csp-fast"])
-def test_a_new_task_is_a_few_lines_of_a_file(program, toy, short_tasks, no_figures, name):
+def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no_figures, name):
     """Language models get its symbols and classes too, seeds apart."""
     layers = "layers=1" if name == "csp-fast" else "L=1"
     code, out, err = program(tasks, *QUICK, "--model", f"{name}:{layers}", "--task", "toy.py:LAST", "--seeds", "1,2")
@@ -6368,7 +6368,7 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy, short_tasks, no_figur
         assert (a.model.config.D, a.model.config.L, a.model.config.V) == (32, 3, 5)
 
 
-def test_only_scored_positions_are_trained_and_counted(program, toy, short_tasks):
+def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short_tasks):
     tasks.import_task("toy.py:LAST"), tasks.import_task("toy.py:FULL")
     model = tasks.build("rnn", "toy.py:LAST", [1, 2])
     x, y = tasks.batches("toy.py:LAST", [1, 2], 8, 6, (1,), "cpu")
@@ -6385,7 +6385,7 @@ def test_only_scored_positions_are_trained_and_counted(program, toy, short_tasks
     ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 11)"),
     ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LAST, FULL, NARROW, FEW, NONE; did you mean LAST?"),
 ])  # fmt: skip
-def test_a_task_that_is_wrong_is_told_before_it_trains(program, toy, name, message):
+def test_a_task_that_is_wrong_is_told_before_it_trains(program, toy_tasks, name, message):
     code, out, err = program(tasks, *QUICK, "--task", f"toy.py:{name}")
     assert (code, out, err.count("\n")) == (2, "", 1) and message in err and not Path("here").exists()
 
