@@ -627,7 +627,7 @@ class Progress:
     def left(self):
         """The time to the end: steps, validations, and the last one on the whole split."""
         s, steps, step_s = self.run.s, self.run.end - self.run.step, fmean(self.seconds)
-        windows = steps // s.eval_every * s.eval_seqs + self.run.val_windows
+        windows = steps // s.eval_every * min(s.eval_seqs, self.run.val_windows) + self.run.val_windows
         window_s = self.run.window_s or step_s / (3 * s.batch)  # 3: there is no backward
         return timedelta(seconds=round(steps * step_s + windows * window_s))
 
@@ -862,8 +862,8 @@ def run(given, device):
         if go_on(cells[0][0], device):
             return
     # All runs are checked before the first: a fault in the last of a sweep would come hours later.
-    usual = {"model": Settings.model, "size": None, "seeds": Settings.seeds}
-    runs = [resolve(flags, *((usual | flags)[key] for key in usual), device) for flags, _ in cells]
+    runs = [resolve(flags, flags.get("model", Settings.model), flags.get("size"), flags.get("seeds", Settings.seeds), device)
+            for flags, _ in cells]  # fmt: skip
     if given.get("params"):
         print_rank0("\n".join(sample.params_table(s.model, s.size, s.seq) for s in runs))
         return
