@@ -6738,12 +6738,20 @@ def test_pages_are_short_and_plain(page):
     assert len(rows) == 8 and all(len(row.split("|")[2].split()) <= 20 for row in rows)
 
 
-def test_readme_commands_are_what_ci_runs():
+def test_readme_commands_are_what_ci_runs(tmp_path, monkeypatch):
     assert "pip install -r requirements.txt && python train.py\n" in README
     assert "pip install -r requirements.txt && pytest -q\n" in README
     assert "pip install -r requirements.txt && pytest -q\n" in (ROOT / ".ci/run").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    exec(code, {})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/hmamba-stdlib-tiny-s1").mkdir(parents=True)
+    model, meta = make("hmamba:D=8:L=2:H=2:N=2"), {"spec": "hmamba", "size": "tiny"}
+    meta["config"] = dataclasses.asdict(model.config)
+    sample.save_checkpoint(tmp_path / "runs/hmamba-stdlib-tiny-s1/best.pt", meta, model, None, 1, {})
+    codes = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert len(codes) == 2 and all(len(code.splitlines()) <= 15 for code in codes)
+    for code in codes:
+        exec(code, {})
+    assert (tmp_path / "phases.png").stat().st_size > 10_000
 
 
 def test_readme_names_every_option():
