@@ -3537,7 +3537,7 @@ def killed_at(calls):
     os.replace, os.fsync = counted("replace"), counted("fsync")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-for n in (1, 2, 4, 6, 9, 12, 15, 20, 26):
+for n in (2, 6, 9, 15, 20, 26):  # in best.pt and last.pt of step 0, of steps 2 and 4, and of the end
     cut = [*argv, "--out", f"cut{n}", "--resume", f"cut{n}"]
     status = run(cut, lambda: killed_at(n))
     if n % 2:
@@ -3558,7 +3558,7 @@ def test_run_killed_at_any_moment_resumes(program, straight):
     """kill -9 before renamings and flushes to the disk: the same command ends the run, the same."""
     done = run_forks(KILLS, *SMALL)
     kills = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kills) == 9
+    assert len(kills) == 6
     for n, status, step, logged, again in kills:
         assert (status, again) == (-signal.SIGKILL, 0), done.stderr
         assert logged - (step or 0) <= 4  # --ckpt_every
