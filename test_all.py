@@ -6744,8 +6744,8 @@ def test_readme_commands_are_what_ci_runs(tmp_path, monkeypatch):
     assert "pip install -r requirements.txt && pytest -q\n" in (ROOT / ".ci/run").read_text()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/hmamba-stdlib-tiny-s1").mkdir(parents=True)
-    model, meta = make("hmamba:D=8:L=2:H=2:N=2"), {"spec": "hmamba", "size": "tiny"}
-    meta["config"] = dataclasses.asdict(model.config)
+    model, meta = make("hmamba:D=8:L=2:H=2:N=2"), {"spec": "hmamba", "size": "tiny", "data": {}, "settings": {}}
+    meta |= {"config": dataclasses.asdict(model.config), "time_s": 0.0}
     sample.save_checkpoint(tmp_path / "runs/hmamba-stdlib-tiny-s1/best.pt", meta, model, None, 1, {})
     codes = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert len(codes) == 2 and all(len(code.splitlines()) <= 15 for code in codes)
