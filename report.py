@@ -283,7 +283,7 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", **s
 
     Args: panels: titles, or {title: {label: (look, curves)}} for lines: of several curves [(x, y)], one a seed, each is
         thin and their mean thick; height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple."""
-    backend = os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know would end its import
+    path, backend = Path(path), os.environ.pop("MPLBACKEND", None)  # a name that matplotlib does not know ends its import
     try:
         with needs("matplotlib"):
             import matplotlib.style
