@@ -1918,6 +1918,31 @@ def test_pam_is_what_the_paper_writes(spec):
     torch.testing.assert_close(model(idx)[0], (out @ E.mH).real, atol=1e-8, rtol=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("spec", [
+    "HTransformerMinus", "HTransformerMinus:conv=1", "HTransformerMinus:gate=none", "HTransformerMinus:gate=add",
+    "HTransformerMinus:readout=plain", "TransformerPlus", "TransformerPlus:parts=qkvconv", "TransformerPlus:parts=swiglu",
+    "TransformerPlus:parts=conv+gate+frequencies", "HMambaMinus", "HMambaMinus:conv=1", "HMambaMinus:omega=zero:psi0=zero",
+])  # fmt: skip
+def test_parts_of_the_host(spec):
+    """Forks beside their results: the parent's parameters, pieces equal to the whole, no parameter unused, and the parent
+    itself where no part is varied."""
+    parent = make(spec.split("Minus")[0].split("Plus")[0].lower()).double()
+    model, idx = make(sample.import_models(f"{ROOT}/results/host/variants.py:{spec}")).double(), text_batch(2, 12)
+    assert model.num_params()["total"] == pytest.approx(parent.num_params()["total"], rel=5e-3)
+    whole, state, pieces = model(idx)[0], None, []
+    for x in idx.split(5, 1):
+        logits, _, state = model(x, state=state)
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    with torch.enable_grad():
+        model(idx, idx)[1].backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    if ":" not in spec:
+        parent.load_state_dict(model.state_dict())
+        torch.testing.assert_close(whole, parent(idx)[0])
+
+
 def test_mamba_is_the_published_one():
     """Against logits of the last position, and the loss, of transformers 5.24.0 and mambapy 1.2.0, which agree to 4e-7, for
     weights by a formula."""
