@@ -3,6 +3,7 @@
     python train.py                                            tiny H-Mamba on the text that ships with Python
     python train.py --model hmamba,mamba --seeds 1,2,3         a sweep: the same data order, ratios at the end
     python train.py --model hmamba:N=4,hmamba:field=real       settings of a model (fields of its Config)
+    python train.py --model mygru.py:MyGRU:D=64                a class of your own file: PAPERS.md, "A new model"
     python train.py --lr 1e-3,2e-3,4e-3 --out SWEEP            three peak rates; the same command goes on with a sweep
     torchrun --nproc_per_node 4 train.py --data FILE --size 253m       the paper's size and protocol on four GPUs
     python train.py --resume runs/hmamba-stdlib-tiny-s1        goes on where a stopped run left off
@@ -93,7 +94,7 @@ def flag(default, text, type=str, choices=None):
 class Settings:
     """Every flag. None: taken from PROTOCOLS for the size."""
 
-    model: str = flag("hmamba", "model spec NAME[:key=value...]")
+    model: str = flag("hmamba", "model spec NAME[:key=value...] or FILE.py:CLASS[:key=value...]")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or GPT-2's BPE (default: bytes; gpt2: wikitext103, .tokens files)", choices=TOKENS)
     column: str = flag(None, "what holds the text of parquet and JSON lines files (default: text); '': bytes of any file")
