@@ -4662,7 +4662,7 @@ GRU_FAULTS = [  # what is replaced in the example, and what is said of it
 
 
 @pytest.mark.parametrize(("changes", "spec", "message"), GRU_FAULTS)
-def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, changes, spec, message):
+def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, changes, spec, message):
     """Before anything is made; the random numbers are those of a program that did not look."""
     for old, new in changes:
         assert old in gru
@@ -4675,6 +4675,7 @@ def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, changes, spec, m
         assert sample.step_faults(*sample.parse_spec("mygru.py:MyGRU", "tiny", 256)) == []
         assert torch.equal(torch.get_rng_state(), before)
         return
+    monkeypatch.setattr(train, "train", lambda *_: pytest.fail("it trained"))
     code, out, err = program(train, "--model", f"hmamba,lib/mygru.py{spec}", "--data", "text.txt")
     assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err), err
     made = {path.parts[0] for path in content(".").keys() - drawn.keys()}
