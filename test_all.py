@@ -6397,6 +6397,13 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no
         assert (a.model.config.D, a.model.config.L, a.model.config.V) == (32, 3, 5)
 
 
+def test_the_new_task_of_the_pages_is_s3():
+    (code,) = [x for x in re.findall(r"^```python\n(.*?)^```", PAPERS, re.DOTALL | re.MULTILINE) if "S3 = Task" in x]
+    exec(code, names := {})
+    drawn = [task.draw(np.random.RandomState(1), 5, 40) for task in (names["S3"], tasks.TASKS["s3"])]
+    assert all((a == b).all() for a, b in zip(*drawn, strict=True)) and len(set(drawn[0][1].flat)) == 6
+
+
 def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short_tasks):
     tasks.import_task("toy.py:LAST"), tasks.import_task("toy.py:FULL")
     model = tasks.build("rnn", "toy.py:LAST", [1, 2])
