@@ -2,7 +2,8 @@
 
     python report.py runs/*-stdlib-*                   steps to a loss, ratios, gaps, cost: on the terminal
     python report.py runs/*-stdlib-* --out figures     and, with the figures, into a folder
-    python report.py RUN RUN --out curves.pdf          one figure alone, as .png, .pdf or .svg
+    python report.py RUN RUN --out mine.pdf            the curves alone, under any name: .png, .pdf or .svg
+    python report.py RUN RUN --out gap.pdf             one figure alone that has this name in the folder
     python report.py runs/* --csv losses.csv           a row for each run and evaluation
     python report.py runs/tasks-40/* --out figures     length generalization
     python report.py runs/pam* --out figures           runs in epochs: also power laws and their crossing
@@ -105,8 +106,7 @@ def read_log(path):
         several = "holds the logs of several runs, one behind the other: put them into files of their own"
         raise InputError(f"{path} {several}")
     if bad:
-        named = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        note(f"note: of {path} these lines cannot be read and are left out: {named}")
+        note(f"note: of {path} these lines cannot be read and are left out: {first_five(bad)}")
     return events
 
 
@@ -120,6 +120,10 @@ def _event(line):
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return event if whole else None
+
+
+def first_five(names):
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _is_number(x):
@@ -258,6 +262,7 @@ MARKERS = ("", "o", "s", "^", "D", "v", "P", "X", "<", ">")
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9,
          "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 150}  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
+FIGURES = ("steps", "gap", "gradients", "rates", "scaling", "lengths", "seeds", "dynamics")  # and curves
 
 
 def style(label):
@@ -1347,7 +1352,7 @@ def find_logs(run):
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, log.jsonl files, or folders of these")
-    where = "folder for the tables, as tables.md, and the figures; or a figure's own name, such as curves.pdf"
+    where = "folder for the tables, as tables.md, and the figures; or one figure: gap.pdf, or curves as any.pdf"
     parser.add_argument("--out", help=where)
     parser.add_argument("--csv", metavar="FILE", help="file for all evaluations, a row each")
     parser.add_argument("--forest", action="store_true", help="one figure: all ratios of steps, by folder")
@@ -1359,10 +1364,13 @@ def main():
     if args.csv is not None and not evaluations.name:
         raise InputError(f"--csv {args.csv or repr(args.csv)} must be a file: all evaluations go into it")
     logs = {path: read_log(path) for run in args.runs for path in find_logs(run)}
-    programs = {"task" in events[0]["settings"] for events in logs.values()}
-    if len(programs) > 1:
-        raise InputError("logs of train.py and of tasks.py do not go into one report")
-    of_tasks, written, tables = programs.pop(), None, "tables.md"
+    programs = {run: {"task" in logs[path][0]["settings"] for path in find_logs(run)} for run in args.runs}
+    of_tasks, *both = set().union(*programs.values())
+    if both:
+        folders = first_five([run for run, found in programs.items() if True in found])
+        several = "logs of train.py and of tasks.py do not go into one report"
+        raise InputError(f"{several}: leave out those of tasks.py, in {folders}")
+    written, tables = None, "tables.md"
     logs = {path: (check_task if of_tasks else check_training)(events, path) for path, events in logs.items()}
     if args.forest and of_tasks:
         raise InputError("--forest takes runs of train.py: those of tasks.py have no steps to a loss")
@@ -1379,10 +1387,16 @@ def main():
     else:
         text, figures = training_report([*logs.values()])
     if is_figure and not args.forest:
-        if f"{alone.stem}.png" not in figures:
-            names = ", ".join(name.removesuffix(".png") for name in figures)
-            raise InputError(f"--out {args.out} is no figure of these runs, which have {names}")
-        figures, written = {alone.name: figures[f"{alone.stem}.png"]}, ""
+        name = f"{alone.stem}.png"
+        if not of_tasks and name not in figures and re.split(r"\W|_", alone.stem)[0] not in FIGURES:
+            name = "curves.png"  # under a name of the user's own
+        if name not in figures:
+            too_many = name == "curves.png" and not of_tasks
+            split = [part for part in figures if too_many and part.startswith("curves-")]
+            names = ", ".join(part.removesuffix(".png") for part in split or figures)
+            fault = f"would hold more than {MOST_CURVES} curves" if too_many else "is none of their figures"
+            raise InputError(f"--out {args.out} {fault}: these runs have {names}")
+        figures, written = {alone.name: figures[name]}, ""
     if args.csv is not None:
         with explain(f"write {evaluations}"):
             replace_file(evaluations, lambda f: f.write(csv_text(logs).encode(errors="surrogateescape")))

@@ -4786,7 +4786,7 @@ def test_report_reads_logs(program, undrawn):
         assert row in out, row
     assert Path("figures/tables.md").read_text() in out
     assert sorted(os.listdir("figures")) == ["curves.png", "gap.png", "gradients.png", "steps.png", "tables.md"]
-    for bad in ("curves.jpg", "", "a/log.jsonl/figures", "nothing.png"):
+    for bad in ("curves.jpg", "", "a/log.jsonl/figures", "rates.png"):
         code, _, err = program(report, "a", "--out", bad)
         assert (code, err.count("error: "), bad in err) == (2, 1, True)
     # Seed "02" is seed 2. A loss that is met before the first step has no ratio, and is not counted.
@@ -4906,10 +4906,11 @@ def test_report_writes_what_is_asked_for(program):
     os.mkdir("logs")
     for name in "ab":
         shutil.copy(f"{name}/log.jsonl", f"logs/{name}.jsonl")
-    code, out, err = program(report, "logs", "--out", "curves.pdf", "--csv", "losses.csv")
-    assert (code, err) == (0, "") and "| mamba / hmamba |" in out and "wrote curves.pdf" in out
-    assert Path("curves.pdf").read_bytes().startswith(b"%PDF") and not Path("tables.md").exists()
-    assert program(report, "logs", "--out", "gap.svg")[0] == 0 and "<svg" in Path("gap.svg").read_text()
+    code, out, err = program(report, "logs", "--out", "my-own.pdf", "--csv", "losses.csv")
+    assert (code, err) == (0, "") and "| mamba / hmamba |" in out and "wrote my-own.pdf" in out
+    assert Path("my-own.pdf").read_bytes().startswith(b"%PDF") and not Path("tables.md").exists()
+    for name, what in (("gap", "above 0: the second leads"), ("curves", "the first fall"), ("mine", "the first fall")):
+        assert program(report, "logs", "--out", f"{name}.svg")[0] == 0 and what in Path(f"{name}.svg").read_text()
     rows = list(csv.DictReader(Path("losses.csv").open()))
     assert [(row["run"], row["model"], row["seed"], row["event"], row["step"]) for row in rows[:4]] == [
         ("logs/a.jsonl", "hmamba", "1", "val", "0"), ("logs/a.jsonl", "hmamba", "1", "val", "20"),
@@ -4924,9 +4925,14 @@ def test_report_writes_what_is_asked_for(program):
     assert (code, err, Path("all.md").read_text() in out) == (0, "", True) and Path("all.png").stat().st_size > 10_000
     assert "| english: text, tiny, 20 steps, warmup of 15; 1-2 seeds a model | mamba / hmamba | 1.11 | " in out
     for argv, message in ((["--forest"], "no two models of these runs"), (["--csv", ""], "--csv '' must be a file"),
-                          (["--csv", "logs"], "cannot write logs"), (["--out", "x.PDF"], "x.PDF is no figure")):  # fmt: skip
+                          (["--csv", "logs"], "cannot write logs"),
+                          (["--out", "gap.PDF"], "gap.PDF is none of their figures: these runs have curves, ")):  # fmt: skip
         code, out, err = program(report, "a", *argv)
         assert (code, out, err.count("\n"), message in err) == (2, "", 1, True)
+    for i in range(12):
+        write_log(f"many/{i}", f"hmamba:N={i}", [8, 3], steps=20 + i % 2)
+    message = "error: --out x.png would hold more than 10 curves: these runs have curves-20, curves-21\n"
+    assert program(report, "many", "--out", "x.png") == (2, "", message)
 
 
 def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
@@ -6481,7 +6487,8 @@ def test_task_report_refuses_what_does_not_belong_together(program, task_run):
     put("a", task_run), put("b", task_run, epochs=2), put("copy", task_run), put("unfinished", task_run[:-1])
     write_log(Path("text"), "hmamba", [8, 3])
     for runs, message in [(("a", "b"), "epochs is 1 and 2"), (("copy", "a"), "two runs of rnn"),
-                          (("unfinished",), "not finished"), (("copy", "text"), "do not go into one report")]:  # fmt: skip
+                          (("unfinished",), "not finished"),
+                          (("copy", "text", "a"), "leave out those of tasks.py, in copy, a\n")]:  # fmt: skip
         code, out, err = program(report, *runs)
         assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
