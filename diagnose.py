@@ -444,7 +444,7 @@ def main():
         with hold(out):  # else it would be refused after minutes of work
             pass
     if args.text is not None:
-        with explain(f"read --text {args.text}"), open(os.path.expanduser(args.text), "rb") as f:
+        with explain(f"read --text {args.text} (for a text: --prompt)"), open(os.path.expanduser(args.text), "rb") as f:
             text = f.read(64 * MOST_TOKENS)
     elif text is not None:
         text = text.encode("utf-8", errors="surrogateescape")

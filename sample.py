@@ -214,12 +214,19 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
     if isinstance(getattr(config, "L", None), int):
         config = replace(config, L=min(config.L, 4))
     V, faults, call = config.V, [], "__init__(config)"
+
+    def forward(*args, **state):
+        returned = model(*args, **state)
+        if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+            raise ValueError("must return logits, loss and state")
+        return returned
+
     x = torch.arange(8, device=device)[None] % V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
         try:
             model = model_class(config).to(device)
             model.checkpointing, call = checkpointing, "forward(idx, targets)"
-            logits, loss, _ = model(x, x)
+            logits, loss, _ = forward(x, x)
             if logits.shape != (1, 8, V):
                 faults.append(f"logits of shape {tuple(logits.shape)}, not (B, T, V) = (1, 8, {V})")
             if loss.dim() or not loss.isfinite():
@@ -231,8 +238,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                     call, whole = "forward(idx)", model.eval()(x)[0]
                     call, state = "init_state(1)", model.init_state(1)
-                    call, (first, _, state) = "forward(idx, state=state)", model(x[:, :4], state=state)
-                    call, (second, _, state) = "forward(idx, state=state)", model(x[:, 4:7], state=state)
+                    call, (first, _, state) = "forward(idx, state=state)", forward(x[:, :4], state=state)
+                    call, (second, _, state) = "forward(idx, state=state)", forward(x[:, 4:7], state=state)
                     call, (third, _) = "step(idx_t, state)", model.step(x[:, 7], state)
                 apart = (torch.cat((first, second, third[:, None]), 1) - whole).abs().max().item()
                 if not apart < 0.01 * (1 + whole.abs().max()):
@@ -495,11 +502,13 @@ def newest_run():
 
 
 def read_text(name, what):
-    """The bytes of a file, of standard input if it is called -. Raises InputError if there are none."""
-    with explain(f"read {what} {name}"):
+    """The bytes of a file, of standard input if it is called -. Raises InputError if there are none.
+
+    what: the flag as it was given."""
+    with explain(f"read {what}"):
         text = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
     if not text:
-        raise InputError(f"{what} {name} is empty: a model needs one token to start from")
+        raise InputError(f"{what} is empty: a model needs one token to start from")
     return text
 
 
@@ -527,9 +536,9 @@ def main():
         if not allows(getattr(args, name)):
             raise InputError(f"--{name} must {rule}")
     if args.score is not None:
-        prompt = read_text(args.score, "--score")
+        prompt = read_text(args.score, f"--score {args.score}")
     elif args.prompt == "-" or args.prompt.startswith("FILE:"):
-        prompt = read_text(args.prompt.removeprefix("FILE:"), "--prompt")
+        prompt = read_text(args.prompt.removeprefix("FILE:"), f"--prompt {args.prompt}")
     else:
         prompt = args.prompt.encode("utf-8", errors="surrogateescape")
     if not prompt:

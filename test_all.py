@@ -4054,8 +4054,9 @@ def test_init_from(program, cut, monkeypatch):
     """A new run from the weights of another, on other data, with a schedule and an optimizer of its own."""
     Path("x.jsonl").write_text("".join(json.dumps({"text": "no", "body": 99 * f"{i} "}) + "\n" for i in range(99)))
     argv = ["--data", "x.jsonl", "--column", "body", *SMALL[4:], "--init_from", "cut", "--steps", 2, "--lr", "1e-30", "--out", "new"]
-    assert program(train, *argv, "--stop_at", 1)[0] == 0
+    code, out, _ = program(train, *argv, "--stop_at", 1)
     header = report.read_log("new")[0]
+    assert code == 0 and f"; begun from {Path('cut/best.pt').absolute()}, step 6\n" in out
     assert header["settings"]["model"] == SMALL[1]
     best = Path("cut/best.pt").absolute()
     expected = {"path": str(best), "step": 6, "sha256": data.hash_file(best), "model": SMALL[1], "data": "text"}
@@ -4292,6 +4293,7 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("mlp=-7 must be at least -1", NEW, "--model mamba:mlp=-7"),
     ("sets L twice", NEW, "--model mamba:L=1:L=2"),
     ("unknown size 'huge'; known: tiny, small, 253m", NEW, "--size huge"),
+    ("did you mean tiny?", NEW, "--size tinny"),
     ("nowhere.txt", NEW, "--data nowhere.txt"),
     ("too short for --seq 100000", NEW, "--seq 100000"),
     ("too short for --seq 100000", NEW, "--seq 32,100000 --seeds 1,2"),
@@ -4341,8 +4343,8 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("--init_from begins a new run, --resume goes on with one", ORIGIN, "--resume run"),
     ("no checkpoint nothing", NEW, "--init_from nothing"),
     ("--init_from '' names no folder", NEW, "--init_from="),
-    ("run/best.pt do not fit hmamba:D=64, size tiny, tokens bytes (RuntimeError: Error", ORIGIN, "--model hmamba:D=64"),
-    ("do not fit mamba:D=32:L=2", ORIGIN, "--model mamba:D=32:L=2"),
+    (f"run/best.pt do not fit: its model is {SMALL[1]}, not hmamba:D=64\n", ORIGIN, "--model hmamba:D=64"),
+    (f"do not fit: its model is {SMALL[1]}, not mamba:D=32:L=2\n", ORIGIN, "--model mamba:D=32:L=2"),
     ("is not the data of this run", RESUME, "--data other.txt", write("other.txt", lambda text, _: text[::-1])),
     ("is not the data of this run", RESUME, "--data text.txt", write("text.txt", lambda text, _: text + b"more")),
     ("was written by another version of train.py", RESUME, "", resave("run/last.pt", settings={"momentum": 0.9})),
@@ -4543,7 +4545,7 @@ def test_scores_of_tokens_are_told_by_bytes_and_characters():
     ("argv", "message"),
     [
         ([], "no checkpoint in runs/ yet"),
-        (["x", "--prompt", "FILE:no"], "cannot read --prompt no"),
+        (["x", "--prompt", "FILE:no"], "cannot read --prompt FILE:no"),
         (["x", "--score", "no"], "cannot read --score no"),
         (["x", "--score", "/dev/null"], "--score /dev/null is empty"),
         (["x", "--num_samples", "0"], "--num_samples must be at least 1"),
@@ -4649,7 +4651,8 @@ GRU_FAULTS = [  # what is replaced in the example, and what is said of it
     ([("def init_state", "def begin"), ("self.init_state", "self.begin"), ("return logits, loss", "return x, loss")], ":MyGRU",
      r"no init_state.*; logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)"),
     ([("self.init_state", "self.begin")], ":MyGRU", r"forward\(idx, targets\): AttributeError: .*begin.* \(mygru.py, line \d\d\)"),
-    ([("return logits, loss, states", "return logits, loss")], ":MyGRU", "not enough values to unpack"),
+    ([("return logits, loss, states", "return logits, loss")], ":MyGRU",
+     r"forward\(idx, targets\): must return logits, loss and state$"),
     ([("targets.flatten())", 'targets.flatten(), reduction="none")')], ":MyGRU", "a loss that is no finite number"),
     ([("self.head =", "self.more = self.head =")], ":MyGRU", None),  # no fault: one tensor under two names
     ([("self.config =", "self.unused, self.config = nn.Linear(2, 2),")], ":MyGRU", "without a gradient: unused.weight, unused.bias"),
@@ -5534,7 +5537,7 @@ def test_faults_of_diagnostics(merges, program, tmp_path, monkeypatch):
         (["pam", "--prompt", "x", "--wordnet", "."], "--wordnet goes without --text and --prompt"),
         (["pam", "pam/log.jsonl"], "the same name"),
         (["pam", "--out", "text.txt"], "cannot write text.txt"),
-        (["pam", "--text", "nowhere"], "cannot read --text nowhere"),
+        (["pam", "--text", "nowhere"], "cannot read --text nowhere (for a text: --prompt)"),
         (["pam", "--text", "empty"], "the text to draw phases over is empty"),
         (["pam", "--text", "empty", "--prompt", "x"], "not allowed with"),
         (["pam", "--out", ""], "--out '' must be a folder"),

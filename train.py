@@ -187,7 +187,7 @@ def resolve(given, model, size, seed, device):
         if given.get("data") in PAPER_STEPS and size == "tiny":
             print_rank0("no CUDA device: --size tiny instead of 253m")
     if size not in PROTOCOLS:
-        raise InputError(f"unknown size {size!r}; known: {', '.join(PROTOCOLS)}")
+        raise sample.unknown("unknown size", size, PROTOCOLS)
     s = Settings(**given | {"model": model, "size": size, "seeds": seed})
     s.tokens = s.tokens or ("gpt2" if s.data == "wikitext103" or s.data.endswith(".tokens") else "bytes")
     protocol = dict(PROTOCOLS[size])
@@ -397,8 +397,10 @@ def new_model(s, vocab_size):
     try:
         model.load_state_dict(source["model"])
     except RuntimeError as e:
-        fits = f"the weights of {s.init_from} do not fit {s.model}, size {s.size}, tokens {s.tokens}"
-        raise InputError(f"{fits} ({one_line(e)})") from None
+        saved = source["meta"]["settings"]
+        differs = [f"its {key} is {saved[key]}, not {getattr(s, key)}" for key in ("model", "size", "tokens")
+                   if saved[key] != getattr(s, key)]  # fmt: skip
+        raise InputError(f"the weights of {s.init_from} do not fit: {'; '.join(differs) or one_line(e)}") from None
     return model, {"path": s.init_from, "step": source["step"], "sha256": data.hash_file(Path(s.init_from)),
                    "model": source["meta"]["spec"], "data": source["meta"]["data"]["name"]}  # fmt: skip
 
@@ -482,10 +484,12 @@ class Run:
         s, params = self.s, self.model.num_params()["total"]
         if s.schedule == "cosine" and s.warmup >= s.steps:
             print_rank0(f"note: the warmup of {s.warmup:g} steps does not end within {s.steps} steps")
+        origin = self.meta["origin"]
+        begun = f"; begun from {origin['path']}, step {origin['step']}" if origin else ""
         disk = params * (3 * 12 + 4)  # last.pt, prev.pt and the one being written; best.pt has no optimizer state
         print_rank0(f"{self.folder}: {params:,} parameters on {self.device}, {self.corpus.name} "
                     f"{len(self.corpus.tokens):,} tokens, {s.steps} steps of {s.batch * s.seq:,} tokens; checkpoints "
-                    f"take up to {disk / 1e6:,.0f} MB")  # fmt: skip
+                    f"take up to {disk / 1e6:,.0f} MB{begun}")  # fmt: skip
 
     def save(self, name, optimizer=None, keep=None):
         if rank == 0:
