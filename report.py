@@ -72,6 +72,10 @@ def run_name(*parts):
     return re.sub(r"[:=/\\\0]", "_", "-".join(re.sub(r"^[^:]*\.py:", "", str(part)) for part in parts))
 
 
+def figure_name(*parts):
+    return run_name(*parts).replace(" ", "-") + ".png"
+
+
 def provenance(device, world):
     """What ran: code revision ("-dirty" if changed, None outside a git checkout), versions, device, ranks."""
     import torch
@@ -238,6 +242,14 @@ def range_text(values, digits):
     return text + of_seeds(len(found), len(values))
 
 
+def plural(n, noun):
+    return f"{n} {noun}" + "s" * (str(n) != "1")
+
+
+def seeds_a_model(models):
+    return plural("-".join(map(str, sorted({len(runs) for runs in models.values()}))), "seed") + " a model"
+
+
 def of_seeds(found, seeds):
     return f", {found} of {seeds} seeds" if found < seeds else ""
 
@@ -258,7 +270,7 @@ COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # re
 FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
 REAL = {*COMPLEX, "rnn", "signed-mamba", "decoder"}
 VARIANTS = ((0.05, 0.7), (-0.05, 0.2), (0.1, 0.45), (-0.1, 0.6))  # of models with options: turn of the hue, lightness
-MARKERS = ("", "o", "s", "^", "D", "v", "P", "X", "<", ">")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9,
          "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 150}  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
@@ -309,6 +321,8 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", **s
                 for x, y in curves if len(curves) > 1 else ():
                     ax.plot(x, y, **look | {"lw": 0.6, "alpha": 0.4, "marker": ""})
                 ax.plot(*mean_curve(curves), **{"lw": 1.6} | look, label=label)
+            if xlabel in ("optimization step", "epoch"):
+                ax.xaxis.get_major_locator().set_params(integer=True)
         for ax in axes[len(panels) :]:
             ax.axis("off")
         yield axes[: len(panels)]
@@ -609,13 +623,15 @@ def describe(shared, models):
     device, threads, git = (", ".join(sorted({str(h.get(k)) for h in headers})) for k in ("device", "threads", "git"))
     torch = ", ".join(sorted({str(h.get("versions", {}).get("torch", "?")) for h in headers}))
     d, (step, _) = shared["data"], warmup_end(shared)
-    rate = "constant rate" if shared.get("schedule") == "constant" else f"{step:.0f} steps of warmup, then cosine"
+    warmup = plural(f"{step:.0f}", "step") + " of warmup, then cosine"
+    rate = "constant rate" if shared.get("schedule") == "constant" else warmup
+    steps, every = plural(f"{shared['steps']:,}", "step"), plural(shared.get("eval_every", "?"), "step")
     o = headers[0].get("optimizer")
     adamw = f", AdamW {tuple(o['betas'])}, decay {o['decay']}, gradients clipped at {o['clip']:g}" if o else ""
     return (
-        f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {shared['steps']:,} "
-        f"steps of {shared['batch']} x {shared['seq']} tokens, {rate}{adamw}, {shared['dtype']}. Validation every "
-        f"{shared.get('eval_every', '?')} steps on {shared['eval_seqs']} fixed windows, at the end on the whole split. "
+        f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {steps} of {shared['batch']} x "
+        f"{shared['seq']} tokens, {rate}{adamw}, {shared['dtype']}. Validation every {every} on "
+        f"{plural(shared['eval_seqs'], 'fixed window')}, at the end on the whole split. "
         f"{device}; threads: {threads}; PyTorch {torch}; code {git}. In brackets: lowest and highest seed; +- and "
         "square brackets: 95 % interval, paired by seed; *italics*: the paper's, 253M parameters, one seed on each of "
         "three corpora."
@@ -709,10 +725,9 @@ def training_tables(shared, models):
 
 def caption(shared, models):
     """What a figure shows, in a line for its title: data, budget, schedule, number of seeds."""
-    seeds = "-".join(map(str, sorted({len(runs) for runs in models.values()})))
     rate = "constant rate" if shared.get("schedule") == "constant" else f"warmup of {warmup_end(shared)[0]:.0f}"
-    steps = f"{shared['size']}, {shared['steps']} steps, {rate}"
-    return f"{shared['data']['name']}, {steps}; {seeds} seed{'s' * (seeds != '1')} a model"
+    steps = f"{shared['size']}, {plural(shared['steps'], 'step')}, {rate}"
+    return f"{shared['data']['name']}, {steps}; {seeds_a_model(models)}"
 
 
 def late_range(panels, share=0.2):
@@ -849,12 +864,22 @@ def plot_rates(shared, models, path):
 
 
 def differences(groups):
-    """[{setting: value}] of what the groups of group_runs differ in."""
+    """[{setting: value}] of what the groups of group_runs differ in; of init_from its folder, if that is enough."""
     corpora = [f"{shared['data']['name']} {shared['data']['sha256'][:8]}" for shared, _ in groups]
     settings = [shared | {"data": corpus} for (shared, _), corpus in zip(groups, corpora)]
+    paths = {s["init_from"] for s in settings if "init_from" in s}
+    short = len({Path(path).parent.name for path in paths}) == len(paths)
+    for s in settings:
+        path = s.get("init_from", "scratch")
+        s["init_from"] = f"from {Path(path).parent.name if short and path in paths else path}"
     keys = dict.fromkeys(key for s in settings for key in s)
     differ = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
     return [{key: s.get(key) for key in differ} for s in settings]
+
+
+def told(values):
+    """Of `differences`, a text a setting."""
+    return [value if key == "init_from" else f"{key} {value}" for key, value in values.items()]
 
 
 def training_report(logs):
@@ -866,7 +891,7 @@ def training_report(logs):
         if not any(pairs(models, curve) for _, models in groups):
             text[-1] += " No ratios and no gaps: they would compare these settings, not models."
     for (shared, models), values in zip(groups, differences(groups)):
-        kind = ", ".join(f"{key} {value}" for key, value in values.items())
+        kind = ", ".join(told(values))
         kinds.append((kind, shared, models))
         text += [f"### {kind}"] * bool(kind) + [training_tables(shared, models)]
         members = [events for runs in models.values() for events in runs.values()]
@@ -885,7 +910,7 @@ def training_report(logs):
             named = {key: value for key, value in values.items() if key != "size"}
             sweeps.setdefault(protocol, (named, shared["tokens"], []))[-1].extend(finished)
         for name, plot in drawn.items():
-            figures[run_name(name, *values.values()) + ".png"] = partial(plot, shared, models)
+            figures[figure_name(name, *values.values())] = partial(plot, shared, models)
     if "curves.png" not in figures and sum(len(models) for _, models in groups) <= MOST_CURVES:
         figures["curves.png"] = partial(plot_overlay, kinds)
     for named, tokens, finished in sweeps.values():
@@ -895,8 +920,8 @@ def training_report(logs):
         swept = [events for events in finished if len(sizes[sweep_name(events)[0]]) > 1]
         if swept:
             table, fits = scaling_table(swept, tokens)
-            text += ["### " + ", ".join(["Scaling", *(f"{key} {value}" for key, value in named.items())]), table]
-            figures[run_name("scaling", *named.values()) + ".png"] = partial(plot_scaling, fits, tokens)
+            text += ["### " + ", ".join(["Scaling", *told(named)]), table]
+            figures[figure_name("scaling", *named.values())] = partial(plot_scaling, fits, tokens)
     return "\n\n".join(text), figures
 
 
@@ -939,11 +964,11 @@ def bounded_ratio(runs, others, target):
 
 def forest(folders):
     """All ratios of steps of runs of train.py, {name of a folder: logs}: (table, function that draws the figure)."""
-    found, told = {}, ("size", "steps", "schedule", "warmup")  # {group: {(label, reference): {loss: bounded_ratio}}}
+    found, named = {}, ("size", "steps", "schedule", "warmup")  # {group: {(label, reference): {loss: bounded_ratio}}}
     for folder, groups in ((folder, group_runs(logs)) for folder, logs in folders.items()):
         for (shared, models), values in zip(groups, differences(groups)):
             name = f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}"
-            rows = found.setdefault("; ".join([name, *(f"{k} {v}" for k, v in values.items() if k not in told)]), {})
+            rows = found.setdefault("; ".join([name, *told({k: v for k, v in values.items() if k not in named})]), {})
             for label, other, _ in pairs(models, curve):
                 ratios = {goal: bounded_ratio(models[label], models[other], goal) for goal in targets(models)[0]}
                 rows[label, other] = {f"{goal} {unit(shared['tokens'])}": ratio for goal, ratio in ratios.items()}
@@ -958,7 +983,8 @@ def forest(folders):
                 cells.append(ratio_text(both) if sign == "=" else f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-")
             paper = PAPER["ratio of steps"].get(label, "-") if other == COMPLEX.get(label) else "-"
             table.append([group, f"{label} / {other}", *cells, paper])
-    text = (f"Runs of {len(found)} kinds: steps of a pair's first model to a validation loss over the second's. "
+    kinds = plural(len(found), "kind")
+    text = (f"Runs of {kinds}: steps of a pair's first model to a validation loss over the second's. "
             "Above 1: the second is faster. Geometric means over seeds, 95 % intervals. > and <: runs do not reach the "
             "loss, their last step stands for them, and the ratio is a bound.")  # fmt: skip
     return markdown(["runs", "pair", *losses, "the paper's"], table, note=text), partial(plot_forest, found)
@@ -1057,8 +1083,9 @@ def task_tables(logs):
     groups, s = group_tasks(logs), logs[0][0]["settings"]
     lengths, longest, at = s["lengths"], s["lengths"][-1], [f"L={length}" for length in s["lengths"]]
     text = [
-        f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean "
-        "over the seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
+        f"Trained at length {s['train_length']} for {plural(s['epochs'], 'epoch')}, tested on 1,000 sequences a "
+        "length. Mean over the seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 "
+        "epochs.*"
     ]
     paired, spread, every_seed, angles = [], [], [], []
     for task, models in groups.items():
@@ -1105,8 +1132,8 @@ def task_tables(logs):
 def plot_lengths(task, models, path):
     """Accuracy by length and, at the longest, by position (CSP figures 3-5): means, and thin the seeds."""
     header = next(iter(next(iter(models.values())).values()))[0]
-    s, seeds = header["settings"], "-".join(map(str, sorted({len(runs) for runs in models.values()})))
-    length, longest, lines = s["train_length"], max(s["lengths"]), {"by length": {}, "by position": {}}
+    s, lines = header["settings"], {"by length": {}, "by position": {}}
+    length, longest = s["train_length"], max(s["lengths"])
     for model, runs in models.items():
         logged = [[e for e in events if e["event"] == "eval"] for events in runs.values()]
         by_length = [tuple(zip(*sorted((e["length"], e["acc"]) for e in evals))) for evals in logged]
@@ -1114,7 +1141,7 @@ def plot_lengths(task, models, path):
         lines["by length"][model] = style(model), by_length
         scored = [[(t, acc) for t, acc in enumerate(run, 1) if acc is not None] for run in by_position]
         lines["by position"][model] = style(model), [tuple(zip(*points)) for points in scored]
-    title = f"{task}: {s['epochs']} epochs at length {length} (dotted), {seeds} seeds a model"
+    title = f"{task}: {plural(s['epochs'], 'epoch')} at length {length} (dotted), {seeds_a_model(models)}"
     with figure(path, f"{title}; grey: always the commonest answer", lines, 2, height=3, ylabel="accuracy",
                 sharey=True) as (left, right):  # fmt: skip
         for ax in (left, right):
@@ -1133,10 +1160,9 @@ def plot_seeds(groups, path):
             for i, (model, runs) in enumerate(models.items()):
                 ours = [accuracies(events)[longest] for events in runs.values()]
                 theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1] if longest == 64 else ()
-                for x, values, marker in ((i - 0.15, ours, "o"), (i + 0.15, theirs, "x")):
+                for x, values, marker, label in ((i - 0.15, ours, "o", "ours"), (i + 0.15, theirs, "x", "the paper's")):
                     ax.plot([x] * len(values), values, marker, color=style(model)["color"], ms=5, alpha=0.7)
-            for marker, label in (("o", "ours"), ("x", "the paper's")):
-                ax.plot([], [], marker, color="0.3", label=label)
+                    ax.plot([], [], marker, color="0.3", label=label if values else None)
             ax.set_xticks(range(len(models)), models, rotation=40, ha="right")
             ax.set_xlim(-0.5, len(models) - 0.5)
         ax.set_ylim(None, 1.03)  # of all panels, when all are drawn
@@ -1163,7 +1189,7 @@ def plot_dynamics(groups, model, path):
 def task_figures(groups):
     """{file name: function that draws it into a path} of group_tasks."""
     names = list(dict.fromkeys(model for models in groups.values() for model in models))
-    figures = {f"lengths-{run_name(task)}.png": partial(plot_lengths, task, runs) for task, runs in groups.items()}
+    figures = {figure_name("lengths", task): partial(plot_lengths, task, runs) for task, runs in groups.items()}
     dynamics = partial(plot_dynamics, groups, "csp-fast" if "csp-fast" in names else names[0])
     return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": dynamics}
 

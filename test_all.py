@@ -4817,7 +4817,8 @@ REPORTS = {
         ["| 40 (24-57) | 44 (28-60) | not finished *237-252* | not finished |", f"| mamba - hmamba | {UNFINISHED} |",
          "| 24 | 28 | - | - | - | - |"], []),
     "none at the budget: no mean over the run": (
-        [("hmamba", [8, 3], {"steps": 60}), ("mamba", [8, 4], {"steps": 60})], [], ["Gap"]),
+        [("hmamba", [8, 3], {"steps": 60, "eval_every": 1}), ("mamba", [8, 4], {"steps": 60, "eval_every": 1})],
+        [" 45 steps of warmup, ", "Validation every 1 step on 4 fixed windows, "], ["Gap"]),
     "the end of a warmup between evaluations": (
         [("hmamba", [8, 3, 2.5, 2.1], {"warmup": 25}), ("mamba", [8, 3, 2.6, 2.1], {"warmup": 25})],
         ["| mamba - hmamba | +0.025 *0.321 and 0.368* | +0.000 "], []),
@@ -4867,7 +4868,9 @@ def test_figures_of_any_runs(tmp_path, drawn):
         ("c", "hmamba", [8, 3, 2.5, 2.1, 2], {"total": 11}), ("d", "htransformer", [8, 3, 2, 2], {}),
         ("e", "transformer", [8, 2, 2, 2], {}), ("f", "mamba", [8, 5.5, 2.6, 2.2], {}),
         ("g", "mamba", [8, 3, 2.5, 2.1], {"tokens": "gpt2", "batch": 4}),
-        ("h", "hmamba:field=real", [8, 3, 2.5, 2.1], {}), ("i", "hmamba", [8, 3, 2.5, 2.1], {"lr": 0.02})):  # fmt: skip
+        ("h", "hmamba:field=real", [8, 3, 2.5, 2.1], {}), ("i", "hmamba", [8, 3, 2.5, 2.1], {"lr": 0.02}),
+        ("j", "hmamba", [8, 3, 2.5, 2.1], {"init_from": "/of/A tiny/best.pt"}),
+        ("k", "hmamba", [8, 3, 2.5, 2.1], {"init_from": "/of/A tiny/last.pt"})):  # fmt: skip
         write_log(tmp_path / name, model, bpc, **settings)
     text, _ = draw("ab", "curves.png", "gap.png", "gradients.png", "steps.png")
     assert "| MyGRU D=64 / hmamba | " in text and "| MyGRU D=64 | 10 |" in text
@@ -4880,12 +4883,20 @@ def test_figures_of_any_runs(tmp_path, drawn):
     (ax,) = drawn["curves.png"]
     labels = [line.get_label() for line in ax.lines]
     assert labels == ["MyGRU D=64, steps 60", "hmamba, steps 80"] and ax.get_xlabel() == "optimization step"
-    assert ax.lines[1].get_color() == report.COLOURS["hmamba"] and len({line.get_marker() for line in ax.lines}) == 2
+    assert ax.lines[1].get_color() == report.COLOURS["hmamba"]
+    assert [line.get_marker() for line in ax.lines] == ["o", "s"]
+    ax.set_xlim(0, 4)
+    assert all(x == round(x) for x in ax.get_xticks())
     draw("cg", "curves.png")
     assert [ax.get_title() for ax in drawn["curves.png"]] == ["loss, bpc", "loss, bits a token"]
     assert drawn["curves.png"][1].lines[0].get_xdata()[1] == pytest.approx(20 * 4 * 5 / 1e6)  # millions of tokens
     draw("ai", "rates.png", "curves.png")
     assert [*drawn["rates.png"][0].lines[0].get_xdata()] == [0.01, 0.02] and len(drawn["curves.png"][0].lines) == 2
+    text, found = draw("aj", "curves.png")
+    assert [line.get_label() for line in drawn["curves.png"][0].lines] == ["hmamba, from scratch", "hmamba, from A tiny"]
+    assert "\n\n### from A tiny\n\n" in text and {"steps-from-scratch.png", "steps-from-A-tiny.png"} < found.keys()
+    draw("jk", "curves.png")
+    assert drawn["curves.png"][0].lines[0].get_label() == "hmamba, from /of/A tiny/best.pt"
     draw("adef", "gap.png")
     states, attention = drawn["gap.png"]
     labels = [(ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) for ax in (states, attention)]
@@ -5053,6 +5064,12 @@ def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
     diagnose.plot_coherence(pairs_of, tmp_path / "coherence.png")
     for low, high in (ax.get_ylim() for axes in drawn.values() for ax in axes):
         assert low < 0.2 and high > 0.9
+    runs = {"rnn": {1: report.read_log(ROOT / "results/tasks/rnn-parity-s42.jsonl")}}
+    report.plot_seeds({"parity": runs}, tmp_path / "paper.png")
+    for name, labels in (("seeds.png", ["ours"]), ("paper.png", ["ours", "the paper's"])):
+        assert [text.get_text() for text in drawn[name][0].figure.legends[0].get_texts()] == labels
+    report.plot_lengths("parity", runs, tmp_path / "lengths.png")
+    assert "(dotted), 1 seed a model;" in drawn["lengths.png"][0].figure.get_suptitle()
 
 
 def test_a_model_looks_the_same_in_every_figure():
