@@ -17,6 +17,7 @@ import math
 import os
 import pickletools
 import re
+import shlex
 import sys
 import time
 import traceback
@@ -35,14 +36,15 @@ import torch.nn.functional as F
 import hmamba
 import htransformer
 import pam
-from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, note, progress, replace_file
+from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, hash_file, note, progress, replace_file
 from report import markdown
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
 FORMAT = "nanohilbert-1"  # of checkpoints
 NO_STATE = "no init_state(batch_size)"
-IMPORTED, FILES = {}, set()  # classes by FILE.py:CLASS, and paths, of the files that the command line has named
+IMPORTED, FILES = {}, {}  # of the files that the command line has named: classes by FILE.py:CLASS, SHA-256 by path
+TYPED = {}  # FILE.py:NAME without a folder -> as the command line gave it
 READ = {int: int, float: float, str: str, bool: {"True": True, "False": False}.__getitem__}  # a setting's text, by type
 PLAIN = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")  # of its pickle
 TINY = 1e-30  # float32 holds it, its inverse, and scores divided by it
@@ -65,7 +67,7 @@ def split_spec(spec):
 def model_flag(spec):
     """What a command that loads a run of this model needs besides the run."""
     name, _ = split_spec(spec)
-    return f" --model {name}" if ".py:" in name else ""
+    return f" --model {shlex.quote(TYPED[name])}" if ".py:" in name else ""
 
 
 def find_class(spec, models=MODELS):
@@ -74,7 +76,7 @@ def find_class(spec, models=MODELS):
         return (models | IMPORTED)[name]
     if ".py:" in name:
         name = printable(name)
-        raise InputError(f"{name} is the class of a file, which only the command line may name: add{model_flag(name)}")
+        raise InputError(f"{name} is a class of a file, which only the command line may name: add --model PATH/{name}")
     raise unknown("unknown model", name, (*models, "FILE.py:CLASS"))
 
 
@@ -155,8 +157,9 @@ def import_models(text, other_contracts=()):
     return ",".join(import_model(spec.strip(), other_contracts) for spec in text.split(","))
 
 
-def import_name(name):
-    """FILE.py:NAME, as the command line gives it -> (that without a folder, what the file calls so). Raises InputError."""
+def import_name(name, is_kind=lambda value: True):
+    """FILE.py:NAME, as the command line gives it -> (that without a folder, what the file calls so). Raises InputError
+    if there is none, which names those of the file that are of the kind."""
     file, _, wanted = name.rpartition(":")
     path = Path(file).expanduser().resolve()
     module_name, key = re.sub(r"\W", "_", str(path)), f"{path.name}:{wanted}"
@@ -164,15 +167,17 @@ def import_name(name):
         found = importlib.util.spec_from_file_location(module_name, path)
         module = sys.modules[module_name] = importlib.util.module_from_spec(found)  # where dataclasses look
         sys.path.append(str(path.parent))  # last, for what lies beside the file
-        FILES.add(str(path))
+        FILES[str(path)] = None
         try:
             found.loader.exec_module(module)
+            FILES[str(path)] = hash_file(path)
         except Exception as e:  # whatever a file does
             del sys.modules[module_name]
             raise InputError(f"cannot import {file}: {reason(e)}") from None
     known = {k: v for k, v in vars(sys.modules[module_name]).items() if not k.startswith("_")}
     if wanted not in known:
-        raise unknown(f"{file} has no", wanted, known)
+        raise unknown(f"{file} has no", wanted, [k for k, value in known.items() if is_kind(value)])
+    TYPED[key] = name
     return key, known[wanted]
 
 

@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import accumulate, chain, permutations, product
 from pathlib import Path
@@ -131,9 +131,23 @@ TASKS = {
 def import_task(name):
     """The name of a task in TASKS; FILE.py:NAME, a Task of another file, becomes one."""
     if ".py:" in name:
-        name, task = sample.import_name(name)
+        name, task = sample.import_name(name, is_task)
+        if not is_task(task):
+            raise InputError(f"{name} is no Task")
         TASKS[name] = task
     return name
+
+
+def is_task(value):
+    """By what it has: the file's `Task` is another class if this file is the program."""
+    return all(hasattr(value, f.name) for f in fields(Task))
+
+
+def file_hashes(s):
+    """{file: what its SHA-256 begins with} of the files that a run's task and model are from, as they were imported."""
+    typed = [sample.TYPED[name] for name in (s.task, sample.split_spec(s.model)[0]) if ".py:" in name]
+    paths = [Path(name.rpartition(":")[0]).expanduser().resolve() for name in typed]
+    return {path.name: sample.FILES[str(path)][:12] for path in paths}
 
 
 def make_batch(task, n, length, stream):
@@ -185,7 +199,10 @@ def check(spec, task, device):
         raise InputError(f"{spec} on {task}: {'; '.join(faults)}")
     try:
         model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
-        x, y = make_batch(task, 8, 16, (0,))
+        drawn = make_batch(task, 8, 16, (0,))
+        if not hasattr(drawn, "__len__") or len(drawn) != 2:
+            raise ValueError("draw(rng, n, length) must return symbols and targets")
+        x, y = drawn
         fits = x.shape == y.shape == (8, 16) and {*np.unique(x).tolist()} <= {*range(TASKS[task].symbols)}
         fits = fits and {*np.unique(y).tolist()} <= {*range(TASKS[task].classes), NOT_SCORED}
     except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
@@ -283,6 +300,7 @@ def train(s, seeds, device):
         "event": "header", "step": 0, "tokens": 0, "time_s": 0.0, "trained_together": seeds,
         "params": {"total": sum(p.numel() for p in model.parameters()) // S},
         "data": {"name": s.task, "classes": TASKS[s.task].classes, "shares": shares.tolist()},
+        "files": file_hashes(s),
     } | report.provenance(device, 1)  # fmt: skip
     logs = [[header | {"settings": asdict(replace(s, seed=seed))}] for seed in seeds]
 
@@ -367,7 +385,8 @@ def is_finished(out, s):
         events = report.check_task(report.read_log(folder), folder)
     except InputError as e:
         raise InputError(f"{e}; remove {folder}, and the run is trained again") from None
-    before, now = events[0]["settings"], asdict(s)
+    files = file_hashes(s)
+    before, now = events[0]["settings"] | events[0].get("files", files), asdict(s) | files
     if before != now:
         changed = "; ".join(f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k])
         raise InputError(f"{folder} holds a run of other settings ({changed}): give another --out, or remove it")
@@ -461,6 +480,9 @@ def main():
         out.mkdir(parents=True, exist_ok=True)
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
+        kept = sum(map(len, groups)) - sum(map(len, missing))
+        if kept:
+            data.note(f"finished runs kept in {out}: {kept}; a new --out trains anew")
         for folder in (run_folder(out, s) for s in chain(*missing)):  # each can be made, and written
             with data.explain(f"write {folder}"):
                 folder.mkdir(exist_ok=True)

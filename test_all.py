@@ -4609,7 +4609,7 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
     for module, argv in ((sample, [run]), (train, ["--resume", run]), (diagnose, [run, "--prompt", "x"])):
         before = content(".")
         code, out, err = program(module, *argv)
-        assert (code, err.count("\n")) == (2, 1) and "add --model mygru.py:MyGRU" in err and not out
+        assert (code, err.count("\n")) == (2, 1) and "add --model PATH/mygru.py:MyGRU" in err and not out
         assert content(".") == before
     os.chdir("lib")  # the file is named from where one is
     other = program(sample, f"../{run}", "--model", "mygru.py:MyGRU", "--length", 9)
@@ -4617,8 +4617,8 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
     assert "is not the class of" in program(sample, "../runs/hmamba_D_8_L_1_H_1_N_2-text-tiny-s1", "--model", "mygru.py:MyGRU")[2]
     assert "unknown here" in program(diagnose, f"../{run}", "--prompt", "x", "--model", "mygru.py:MyGRU")[1]
     assert "differs from" in program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU:D=4")[2]
-    code, out, _ = program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU")
-    assert code == 0 and f"python sample.py ../{run} --model mygru.py:MyGRU" in out
+    code, out, _ = program(train, "--resume", f"../{run}", "--model", "../lib/mygru.py:MyGRU")
+    assert code == 0 and f"python sample.py ../{run} --model ../lib/mygru.py:MyGRU)" in out  # as it was typed
     assert program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU", "--eval_only")[0] == 0
     assert "| MyGRU D=8 |" in report.training_report([report.read_log(f"../{run}")])[0]
     code, out, _ = program(tasks, *QUICK, "--model", "mygru.py:MyGRU:L=1")
@@ -6395,6 +6395,7 @@ def draw(rng, n, length, earlier=-100):
 LAST, FULL = Task(4, 5, draw), Task(4, 5, lambda *args: draw(*args, earlier=0))
 NARROW, FEW = Task(3, 5, draw), Task(4, 4, draw)
 NONE = Task(4, 5, lambda rng, n, length: 1 / 0)
+ONE, THREE = Task(4, 5, lambda rng, n, length: rng.randint(0, 4, (n, length))), 3
 """
 
 
@@ -6445,11 +6446,29 @@ def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short
 @pytest.mark.parametrize(("name", "message"), [
     ("NARROW", "must draw (n, length) symbols below 3"), ("FEW", "targets below 4 or -100"),
     ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 11)"),
-    ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LAST, FULL, NARROW, FEW, NONE; did you mean LAST?"),
+    ("LASS", "toy.py has no 'LASS'; known: LAST, FULL, NARROW, FEW, NONE, ONE; did you mean LAST?"),
+    ("ONE", "rnn on toy.py:ONE: draw(rng, n, length) must return symbols and targets\n"),
+    ("THREE", "toy.py:THREE is no Task\n"),
 ])  # fmt: skip
 def test_a_task_that_is_wrong_is_told_before_it_trains(program, toy_tasks, name, message):
     code, out, err = program(tasks, *QUICK, "--task", f"toy.py:{name}")
     assert (code, out, err.count("\n")) == (2, "", 1) and message in err and not Path("here").exists()
+
+
+def test_runs_of_a_file_that_was_edited_are_not_kept(program, toy_tasks, short_tasks, no_figures, monkeypatch):
+    """By its text when it was imported."""
+    real, argv = tasks.train, [*QUICK, "--task", "toy.py:LAST"]
+    edit = TOY.replace("% 5", "% 4")
+    monkeypatch.setattr(tasks, "train", lambda *args: Path("toy.py").write_text(edit) and real(*args))
+    assert program(tasks, *argv)[::2] == (0, "")
+    for text in (TOY, edit):
+        Path("toy.py").write_text(text)
+        monkeypatch.delitem(sys.modules, re.sub(r"\W", "_", str(Path("toy.py").resolve())))  # as another program
+        code, out, err = program(tasks, *argv)
+        if text == TOY:
+            assert (code, err) == (0, "finished runs kept in here: 1; a new --out trains anew\n")
+    old, new = (hashlib.sha256(text.encode()).hexdigest()[:12] for text in (TOY, edit))
+    assert (code, out, err.count("\n")) == (2, "", 1) and f"(toy.py {old} there, {new} here): give another --out" in err
 
 
 def test_complex_rnn_generalises_after_two_epochs():
