@@ -260,7 +260,7 @@ class Memory(nn.Module):
             pairs = (y.view(*y.shape[:3], -1, 2) for y in (q, k))  # of channels, if real
             q, k = (y.view(q.shape) for y in rope(*pairs, position))
         v = v * one_minus_p.transpose(1, 2).view(*v.shape[:3], *(v.dim() - 3) * (1,))  # eq. 5: V' = V (1 - p)
-        y, S = phase_memory(q / self.d**0.5, k, v, log_gamma.transpose(1, 2), S, self.real)  # eqs. 6-7
+        y, S = phase_memory(q / self.d**0.5, k, v.contiguous(), log_gamma.transpose(1, 2), S, self.real)  # eqs. 6-7
         y = (y if self.real else y.mT).movedim(1, -2).flatten(-2).to(x.dtype)  # (B, T, 2, H*d)
         return self.out_proj(y if self.real else y.mT), (S, position + x.shape[1])
 
