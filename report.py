@@ -269,7 +269,7 @@ COLOURS = {
 COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # real model -> its complex realization
 FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
 REAL = {*COMPLEX, "rnn", "signed-mamba", "decoder"}
-VARIANTS = ((0.05, 0.7), (-0.05, 0.2), (0.1, 0.45), (-0.1, 0.6))  # of models with options: turn of the hue, lightness
+LIGHT = (0.35, 0.45, 0.55, 0.7)  # lightness of models with options
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9,
          "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 150}  # fmt: skip
@@ -280,16 +280,17 @@ FIGURES = ("steps", "gap", "gradients", "rates", "scaling", "lengths", "seeds", 
 def style(label):
     """Colour and dashes of a model's lines in every figure, by its name and options alone."""
     name, *options = re.split("[: ]", label.partition(", ")[0])
-    code, real = zlib.crc32(":".join(sorted(options)).encode()), name in REAL or "field=real" in options
+    code = zlib.crc32(":".join(sorted(options)).encode(), 38)  # 38: the variants in results/ look apart
+    real = name in REAL or "field=real" in options
     if name not in COLOURS:
         code = zlib.crc32(name.encode(), code)
         return {"color": colorsys.hls_to_rgb(code % 997 / 997, 0.4, 0.7), "ls": ("-.", ":")[code // 997 % 2]}
     if not options:
         return {"color": COLOURS[name], "ls": "--" if real else "-"}
     hue, light, full = colorsys.rgb_to_hls(*(int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    turn, light = VARIANTS[code % 4]
+    turn, light = (code % 7 - 3) / 12, LIGHT[code // 7 % 4]
     dashes = ((3, 1, 1, 1), (1, 1)) if real else ((7, 1), (12, 1, 2, 1))
-    return {"color": colorsys.hls_to_rgb((hue + turn) % 1, light, 0.6 * full), "ls": (0, dashes[code // 4 % 2])}
+    return {"color": colorsys.hls_to_rgb((hue + turn) % 1, light, 0.6 * full), "ls": (0, dashes[code // 28 % 2])}
 
 
 @contextmanager
