@@ -480,15 +480,15 @@ def main():
         out.mkdir(parents=True, exist_ok=True)
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
-        kept = sum(map(len, groups)) - sum(map(len, missing))
-        if kept:
-            data.note(f"finished runs kept in {out}: {kept}; a new --out trains anew")
         for folder in (run_folder(out, s) for s in chain(*missing)):  # each can be made, and written
             with data.explain(f"write {folder}"):
                 folder.mkdir(exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
                 with suppress(OSError):  # it holds something
                     folder.rmdir()
+        kept = sum(map(len, groups)) - sum(map(len, missing))
+        if kept:
+            data.note(f"finished runs kept in {out}: {kept}; a new --out trains anew")
         for group in filter(None, missing):
             model_class = sample.find_class(group[0].model, csp.MODELS | sample.MODELS)
             together = len(group) if issubclass(model_class, csp.Model) else 1
