@@ -1938,9 +1938,36 @@ def test_parts_of_the_host(spec):
     with torch.enable_grad():
         model(idx, idx)[1].backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
-    if ":" not in spec:
+    same = [(x.shape, name) for name, x in model.state_dict().items()]
+    if same == [(x.shape, name) for name, x in parent.state_dict().items()]:
         parent.load_state_dict(model.state_dict())
-        torch.testing.assert_close(whole, parent(idx)[0])
+        assert torch.allclose(whole, parent(idx)[0]) == (":" not in spec)
+    block, x = model.layers[0], torch.randn(2, 6, 128, dtype=torch.float64)
+    if "gate=add" in spec:  # where z is 0, y + silu(z) is y, and y silu(z) is 0
+        block.in_proj.weight[256:] = 0
+        assert (block(x, block.init_state(2))[0] - x).abs().amax() > 1e-3
+
+
+@torch.no_grad()
+def test_all_parts_added_to_the_transformer_are_what_they_say():
+    spec = f"{ROOT}/results/host/variants.py:TransformerPlus:parts=conv+qkvconv+gate+swiglu+frequencies"
+    layer, T = make(sample.import_models(spec)).double().layers[0], 12
+    w, x, t = dict(layer.named_parameters()), torch.randn(1, T, 128, dtype=torch.float64), torch.arange(12.0).double()
+
+    def conv(z, name):
+        padded = F.pad(z, (0, 0, 3, 0))
+        return sum(padded[:, i : i + T] * w[f"{name}.weight"][:, 0, i] for i in range(4)) + w[f"{name}.bias"]
+
+    z = normed(x, w["norm.weight"])
+    q, k, v = conv(F.silu(conv(z, "conv1d")) @ w["qkv_proj.weight"].T, "conv1d_qkv").view(1, T, 3, 4, 32).permute(2, 0, 3, 1, 4)
+    torch.testing.assert_close(w["omega"][:, ::5].abs(), torch.tensor([[0.01, 0.01 ** (2 / 3), 0.01 ** (1 / 3), 1]] * 4).double())
+    turn = torch.exp(1j * t[:, None] * w["omega"][:, None])  # (4, T, 16)
+    q, k = (torch.complex(y[..., :16], y[..., 16:]) * turn for y in (q, k))
+    y = (softmax_weights((q.conj() @ k.mT).real / 32**0.5) @ v).transpose(1, 2).flatten(2)
+    expected = x + (y * F.silu(z @ w["gate_proj.weight"].T)) @ w["out_proj.weight"].T
+    z = normed(expected, w["mlp_norm.weight"])
+    hidden = F.silu(z @ w["mlp_gate.weight"].T) * (z @ w["mlp_in.weight"].T)
+    torch.testing.assert_close(layer(x, layer.init_state(1))[0], expected + hidden @ w["mlp_out.weight"].T)
 
 
 def test_mamba_is_the_published_one():

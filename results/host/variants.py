@@ -56,20 +56,15 @@ class MinusBlock(HTransformerBlock):
         super().__init__(c)
         if c.conv == 1:
             start_as_identity(self.conv1d)
-        if c.gate == "none":  # a channel costs the weights that are below: spend those of z on more channels
-            E, out = 2 * c.D, self.param_proj.out_features
-            a_channel = c.D + (c.conv + 1) + out + (2 * c.H * c.N + 1) + c.D
-            E = round(E + c.D * E / a_channel)
-            self.in_proj = nn.Linear(c.D, E, bias=False)
-            self.conv1d = CausalConv1d(E, c.conv)
-            self.param_proj = nn.Linear(E, out)
-            self.back_proj = nn.Linear(2 * c.H * c.N, E)
-            self.out_proj = nn.Linear(E, c.D)
-            for proj in (self.in_proj, self.back_proj, self.out_proj):
+        if c.gate == "none":  # without z a channel costs the weights of one here: those of z are spent on more channels
+            a_channel = c.D + (c.conv + 1) + self.param_proj.out_features + (2 * c.H * c.N + 1) + c.D
+            half = round(c.D * (1 + c.D / a_channel))  # of the channels, as D is in the block
+            wider = HTransformerBlock(dataclasses.replace(c, D=half))
+            self.conv1d, self.param_proj, self.back_proj = wider.conv1d, wider.param_proj, wider.back_proj
+            self.in_proj, self.out_proj = nn.Linear(c.D, 2 * half, bias=False), nn.Linear(2 * half, c.D)
+            for proj in (self.in_proj, self.out_proj):
                 nn.init.xavier_uniform_(proj.weight)
-            nn.init.normal_(self.param_proj.weight, std=0.02)
-            for proj in (self.param_proj, self.back_proj, self.out_proj):
-                nn.init.zeros_(proj.bias)
+            nn.init.zeros_(self.out_proj.bias)
             with torch.no_grad():
                 self.out_proj.weight /= c.L**0.5
         if c.readout == "plain":
