@@ -36,7 +36,7 @@ def start_as_identity(conv):
 
 @dataclass
 class MinusConfig(htransformer.HTransformerConfig):
-    gate: str = "multiply"  # multiply: y silu(z), as QS 5.7 | none: y, wider by what the branch z had | add: y + silu(z)
+    gate: str = "multiply"  # multiply: y silu(z), QS 5.7 | none: y, wider by what z had | add: y + silu(z)
     readout: str = "bilinear"  # bilinear: conj(e q) o, QS 5.7 | plain: o
 
     def __post_init__(self):
