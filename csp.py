@@ -40,7 +40,7 @@ from kernels import complex_scan
 WIDTH = 32  # real units of every model's residual stream, and of the head
 EMBED = 16  # CSP section 3.1, embed_dim; complex ones in CSP itself
 DROPOUT = 0.1  # CSP appendix E.3, at the head
-EPS = 1e-9  # CSP appendix E.2, of the modulus; we take it for Algorithm 2, line 16, as well, which gives none
+EPS = 1e-9  # CSP appendix E.2, of the modulus
 
 
 def choice(*known):
@@ -147,6 +147,7 @@ class CSPConfig(Config):
     d: int = 16  # complex width: 32 real units, which fit the paper's 4,779 parameters (its text says 64)
     carry: str = choice("normalised", "linear")  # Algorithm 1 | Algorithm 2
     scan: str = choice("sequential", "segment", "associative", "printed")  # of the linear carry, see `scan`
+    eps: float = EPS  # of scan=printed, Algorithm 2, line 16: it gives no value
     skip: str = choice("input", "prev")  # g z_t (eq. 9, Algorithm 2) | g h_{t-1} (Algorithm 1, line 17)
     theta: str = choice("cumulative", "step", "frozen", "channel")  # both algorithms | eq. 10 | 0 | section 4.2
     gate: str = choice("sine", "sigmoid")  # eq. 16 | which section 2.2 says fails
@@ -178,7 +179,7 @@ def normalise(u):
     return u / (torch.hypot(*u.detach().split(1, dim=-2)) + EPS)
 
 
-def scan(delta, c, method):
+def scan(delta, c, method, eps=EPS):
     """h_t = alpha_t (h_{t-1} + c_t), h_0 = 0, alpha = exp(-delta): what lines 14-16 of Algorithm 2 say. Equation 17 has
     h_t = alpha_t h_{t-1} + c_t; A_shift makes the difference, and the division by A_shift the trouble:
 
@@ -200,7 +201,7 @@ def scan(delta, c, method):
     if method == "printed":
         A = (-delta.cumsum(2)).exp()  # line 14
         A_shift = (delta - delta.cumsum(2)).exp()  # line 15
-        return A * (c / (A_shift + EPS)).cumsum(2)  # line 16
+        return A * (c / (A_shift + eps)).cumsum(2)  # line 16
     T = c.shape[2]
     future = torch.ones(T, T, dtype=torch.bool, device=c.device).triu(1)
     # log A_t - log A_shift_i summed from i to t: as a difference of two long sums it would lose digits.
@@ -292,7 +293,7 @@ class CSPBlock(nn.Module):
         g = at_least_float32(self.g).sigmoid()  # Algorithm 2, line 18; Algorithm 1, line 17 has a raw g
         if cfg.carry == "linear":
             delta = F.softplus(self.W_delta(c))  # Algorithm 2, line 12: from c, where eq. 13 has b
-            h = scan(delta, c, cfg.scan).view_as(z)
+            h = scan(delta, c, cfg.scan, cfg.eps).view_as(z)
             return normalise(g * z + F.silu(h))  # lines 19-20
         alpha = torch.exp(-F.softplus(self.W_delta(b)))  # eqs. 13-14
         alpha, c = (x.movedim(2, 0).contiguous() for x in (alpha.unsqueeze(-1), c.view_as(z)))

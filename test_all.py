@@ -5934,6 +5934,24 @@ def test_printed_formula_fails_where_the_exact_scan_does_not():
     assert printed.isfinite().all()
 
 
+def test_a_model_is_trained_with_one_scan_and_tested_with_another():
+    """results/tasks-scan/crossed.py; and eps, large enough, changes what the printed formula computes."""
+    spec = sample.import_models(f"{ROOT}/results/tasks-scan/crossed.py:Crossed:scan=printed:tested=associative", (csp.Model,))
+    idx = torch.randint(2, (2, 3, 64), generator=torch.Generator().manual_seed(0))
+
+    def scores(spec, *generators):
+        return tasks.build(spec, "mod3", [1, 2])(idx, *generators)
+
+    def dropout():
+        return [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+
+    assert torch.equal(scores(spec, dropout()), scores("csp-fast:scan=printed", dropout()))
+    assert torch.equal(scores(spec), scores("csp-fast"))
+    idx = idx[..., :12]
+    far = [(scores(f"csp-fast:scan=printed:eps={eps}") - scores("csp-fast")).abs().max() for eps in (1e-9, 1e-3)]
+    assert 10 * far[0] < far[1]
+
+
 def normalised_loop(alpha, c, skip, prev=None):
     o, outputs = torch.zeros_like(c[0]), []
     for alpha_t, c_t, skip_t in zip(alpha, c, skip):
