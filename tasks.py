@@ -8,32 +8,29 @@ Paper: "State Propagation Also Satisfies: A Complex-Valued State-Space Model for
 section 3 and appendix A. The target at t is a function of the symbols up to t; every position is scored.
 
 parity       bits, fair and independent; their sum mod 2. mod3, mod5, ...: mod any other number from 2 to 99
-dyck1        brackets; 1 as long as the prefix can be completed, 0 from the first bracket too many. Half of the sequences
-             are drawn among those that stay valid to the end, half freely: 65 % of the targets are 1 at length 16, 58 % at
-             64. The paper says "balanced" and no more
+dyck1        brackets; 1 as long as the prefix can be completed, 0 from the first bracket too many. Half of the
+             sequences are drawn among those that stay valid to the end, half freely: 65 % of the targets are 1 at
+             length 16, 58 % at 64. The paper says "balanced" and no more
 dyck1-iid    all drawn freely: 29 % and 17 %
 s3           not in the paper: six symbols, the permutations of three things; their product so far. Its order matters
 yours         --task FILE.py:NAME, a `Task` of that file; a target NOT_SCORED takes no part
 An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the mean over positions and 1,000 sequences.
 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
-repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). FILE.py:CLASS, a class
-of yours, is of either kind. Settings as in train.py: csp-fast:scan=printed. Finished runs are kept: the same command goes
-on where it was stopped. No two commands work in one folder. A figure that cannot be drawn is told, and fails no command.
+repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). FILE.py:CLASS, a
+class of yours, is of either kind. Settings as in train.py: csp-fast:scan=printed. Finished runs are kept: the same
+command goes on where it was stopped. No two commands work in one folder.
 """
 
 import json
 import math
-import os
-import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import accumulate, chain, permutations, product
+from itertools import accumulate, permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +48,6 @@ STEPS = 78  # full batches in 5,000 samples, CSP section 3.1
 CLIP, L2 = 1.0, 1e-7  # CSP section 3.1; appendix E.3 says 1e-4
 EVAL_SAMPLES, WATCH_SAMPLES = 1000, 256  # at the end; while training
 EVAL_SYMBOLS = 16384  # in a pass of the evaluation
-LONGEST = 65536  # symbols of a sequence
 NOT_SCORED = -100  # target of a position that does not count, in training and in accuracies; cross_entropy ignores it
 
 
@@ -78,7 +74,6 @@ class Task:
     symbols: int  # 0 ... symbols - 1
     classes: int
     draw: Callable  # (numpy RandomState, n, length) -> symbols, and targets or NOT_SCORED, (n, length) int64 each
-    longest: int = LONGEST
 
 
 @lru_cache(maxsize=16)
@@ -122,7 +117,7 @@ def draw_permutations(rng, n, length):
 TASKS = {
     "parity": Task(2, 2, partial(draw_count, modulus=2)),
     **{f"mod{m}": Task(2, m, partial(draw_count, modulus=m)) for m in range(2, 100)},
-    "dyck1": Task(2, 2, partial(draw_brackets, balanced=True), longest=4096),  # chance_to_open has length^2 entries
+    "dyck1": Task(2, 2, partial(draw_brackets, balanced=True)),
     "dyck1-iid": Task(2, 2, partial(draw_brackets, balanced=False)),
     "s3": Task(6, 6, draw_permutations),
 }
@@ -139,7 +134,7 @@ def import_task(name):
 
 
 def is_task(value):
-    """By what it has: the file's `Task` is another class if this file is the program."""
+    """By what it has: the file's `Task` is another class if tasks.py is the program."""
     return all(hasattr(value, f.name) for f in fields(Task))
 
 
@@ -151,7 +146,7 @@ def file_hashes(s):
 
 
 def make_batch(task, n, length, stream):
-    """n sequences of a task of TASKS and their targets, (n, length) int64 each. `stream` is a tuple of integers that seeds
+    """n sequences of a task of TASKS and their targets, (n, length) int64 each. `stream`, a tuple of integers, seeds
     them: numpy has frozen what RandomState draws, so that a run has the same data everywhere."""
     return TASKS[task].draw(np.random.RandomState(stream), n, length)
 
@@ -192,26 +187,20 @@ def build(spec, task, seeds):
 def check(spec, task, device):
     """Raises InputError if the model cannot be built, or not be run as the environment variables ask, or if the task
     draws other symbols and targets than it says."""
-    model, faults = build(spec, task, [0]).to(device), []
-    if isinstance(model, LanguageModel):
-        faults = sample.step_faults(type(model.model), model.model.config, device)
+    model, symbols, classes = build(spec, task, [0]).to(device), TASKS[task].symbols, TASKS[task].classes
+    is_language_model = isinstance(model, LanguageModel)
+    faults = sample.step_faults(type(model.model), model.model.config, device) if is_language_model else []
+    if not faults:
+        try:
+            model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
+            drawn, known = make_batch(task, 8, 16, (0,)), ({*range(symbols)}, {*range(classes), NOT_SCORED})
+            if len(drawn) != 2 or any(z.shape != (8, 16) or {*z.flat} - values for z, values in zip(drawn, known)):
+                faults = [f"draw(rng, n, length) must return symbols below {symbols}, and targets below {classes} or "
+                          f"{NOT_SCORED}, (n, length) each"]  # fmt: skip
+        except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
+            faults = [sample.reason(e)]
     if faults:
         raise InputError(f"{spec} on {task}: {'; '.join(faults)}")
-    try:
-        model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
-        drawn = make_batch(task, 8, 16, (0,))
-        if not hasattr(drawn, "__len__") or len(drawn) != 2:
-            raise ValueError("draw(rng, n, length) must return symbols and targets")
-        x, y = drawn
-        fits = x.shape == y.shape == (8, 16) and {*np.unique(x).tolist()} <= {*range(TASKS[task].symbols)}
-        fits = fits and {*np.unique(y).tolist()} <= {*range(TASKS[task].classes), NOT_SCORED}
-    except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
-        if isinstance(e, MemoryError) or "allocate" in str(e):
-            raise
-        raise InputError(f"{spec} on {task}: {sample.reason(e)}") from None
-    if not fits:
-        raise InputError(f"{task} must draw (n, length) symbols below {TASKS[task].symbols}, and targets below "
-                         f"{TASKS[task].classes} or {NOT_SCORED}")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -241,37 +230,28 @@ def accuracy(model, task, seeds, n, length, device):
 
 
 def update(model, optimizer, loss):
-    """One step of Adam for all seeds. loss (S,). A seed whose gradient is not finite keeps its weights and moments; only the
-    count of steps, for the bias correction of the moments, is common to all.
+    """One step of Adam for all seeds. loss (S,). The gradient of a seed that is not finite counts as zero.
 
     Returns the gradient norms before clipping, (S,)."""
     optimizer.zero_grad()
     loss.sum().backward()
     S, parameters = len(loss), list(model.parameters())
     norm = torch.stack([p.grad.reshape(S, -1).square().sum(1) for p in parameters]).sum(0).sqrt()
-    bad = ~norm.isfinite()
-    if bad.all():
-        return norm
-    scale = (CLIP / (norm + 1e-6)).clamp(max=1)
+    finite = norm.isfinite()
+    scale = torch.where(finite, CLIP / (norm + 1e-6), 0.0).clamp(max=1)
+    if not finite.all():
+        for p in parameters:
+            p.grad.nan_to_num_(0, 0, 0)  # as 0 * inf is not 0
     for p in parameters:
         p.grad.mul_(scale[0] if S == 1 else scale.view(S, *[1] * (p.dim() - 1)))
-    if bad.any():
-        moments = [(p, key) for p in parameters for key in ("exp_avg", "exp_avg_sq")]
-        weights = [p.data[bad] for p in parameters]
-        kept = [optimizer.state[p][key][bad] if optimizer.state[p] else 0.0 for p, key in moments]  # none before step 1
     optimizer.step()
-    if bad.any():
-        for p, old in zip(parameters, weights):
-            p.data[bad] = old
-        for (p, key), old in zip(moments, kept):
-            optimizer.state[p][key][bad] = old
     return norm
 
 
 @torch.no_grad()
 def token_angles(model, task, seeds, device):
-    """What each CSP block has learnt to turn its state by at each of two symbols: the circular mean over the positions of
-    256 sequences, in radians, and the length of the mean vector (1: always the same angle). {} if it has no such angle."""
+    """What each CSP block has learnt to turn its state by at each of two symbols: the circular mean over the positions
+    of 256 sequences, in radians, and the length of the mean vector (1: always the same angle). Else {}."""
     has_angle = isinstance(model, csp.CSPVanilla) and model.config.theta in ("cumulative", "step")
     if not has_angle or TASKS[task].symbols != 2:
         return {}
@@ -314,8 +294,8 @@ def train(s, seeds, device):
 
     log_every, skipped = max(1, s.epochs // 60), torch.zeros(S, dtype=torch.int64)
     seen = []  # (loss, gradient norm) of the steps since the last log line
-    name = f"{s.model} {s.task} seed {','.join(map(str, seeds))}"
-    with data.progress(total=s.epochs * STEPS, desc=name, unit="step", unit_scale=False, delay=0) as bar:
+    bar = data.progress(total=s.epochs * STEPS, desc=f"{s.model} {s.task}", unit="step", unit_scale=False, delay=0)
+    with bar:
         for epoch in range(1, s.epochs + 1):
             lr = s.lr * 0.5 * (1 + math.cos(math.pi * (epoch - 1) / s.epochs))
             optimizer.param_groups[0]["lr"] = lr
@@ -349,48 +329,16 @@ def train(s, seeds, device):
 # Command line
 
 
-def parse_seeds(text):
+def parse_numbers(flag, text):
     """ "42-46" or "1,2,7" -> a list. Raises InputError."""
-    seeds = []
-    for part in text.split(","):
-        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part.strip())
-        if not found:
-            raise InputError(f"--seeds {text!r} is no list of numbers and ranges, such as 42-46 or 1,2,7")
-        first, last = int(found[1]), int(found[2] or found[1])
-        if not first <= last < 2**32 or last - first >= 1000:
-            raise InputError(f"--seeds {part}: a range goes up, to less than 2^32, and holds at most 1000")
-        seeds += range(first, last + 1)
-    if len(set(seeds)) < len(seeds):
-        raise InputError(f"--seeds {text} names a seed twice")
-    return seeds
-
-
-def parse_lengths(text):
-    try:
-        return sorted({int(v) for v in text.split(",")})
-    except ValueError:
-        raise InputError(f"--lengths {text!r} is no list of numbers, such as 16,32,64") from None
-
-
-def run_folder(out, s):
-    return out / report.run_name(s.model, s.task, f"s{s.seed}")
-
-
-def is_finished(out, s):
-    """Whether the folder `out` holds this run. Raises InputError if its log is damaged, or its settings were others."""
-    folder = run_folder(out, s)
-    if not (folder / "log.jsonl").exists():
-        return False
-    try:
-        events = report.check_task(report.read_log(folder), folder)
-    except InputError as e:
-        raise InputError(f"{e}; remove {folder}, and the run is trained again") from None
-    files = file_hashes(s)
-    before, now = events[0]["settings"] | events[0].get("files", files), asdict(s) | files
-    if before != now:
-        changed = "; ".join(f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k])
-        raise InputError(f"{folder} holds a run of other settings ({changed}): give another --out, or remove it")
-    return events[-1]["event"] == "final"
+    numbers = []
+    with suppress(ValueError):
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            numbers += range(int(first), int(last if "-" in part else first) + 1)
+        if numbers and max(numbers) < 2**32:
+            return numbers
+    raise InputError(f"--{flag} {text!r} is no list of numbers and rising ranges, such as 42-46 or 1,2,7")
 
 
 def split_names(text, all_of):
@@ -398,21 +346,28 @@ def split_names(text, all_of):
     return [name for part in text.split(",") for name in (all_of if part.strip() == "all" else [part.strip()])]
 
 
-def run_group(group, out, device):
-    """Trains runs that differ in their seeds alone, saves their logs, and prints how they ended.
+def log_path(out, s):
+    return out / report.run_name(s.model, s.task, f"s{s.seed}") / "log.jsonl"
 
-    Raises InputError if a log cannot be saved; the others are."""
+
+def is_finished(out, s):
+    """Whether the folder `out` holds this run. Raises InputError if its log is damaged, or its settings were others."""
+    path = log_path(out, s)
+    if not path.exists():
+        return False
+    events = report.check_task(report.read_log(path), path)
+    files = file_hashes(s)
+    before, now = events[0]["settings"] | events[0].get("files", files), asdict(s) | files
+    if before != now:
+        changed = "; ".join(f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k])
+        raise InputError(f"{path.parent} holds a run of other settings ({changed}): give another --out, or remove it")
+    return events[-1]["event"] == "final"
+
+
+def run_group(group, out, device):
+    """Trains runs that differ in their seeds alone, prints how they ended, and saves their logs."""
     seeds = [s.seed for s in group]
     trained = train(group[0], seeds, device)
-    faults = []
-    for s, events in zip(group, trained):
-        folder, text = run_folder(out, s), "".join(json.dumps(event) + "\n" for event in events).encode()
-        try:
-            with data.explain(f"write {folder}"):
-                folder.mkdir(parents=True, exist_ok=True)
-                data.replace_file(folder / "log.jsonl", lambda f, text=text: f.write(text))
-        except InputError as e:
-            faults.append(str(e))
     mean = {n: statistics.fmean(report.accuracies(events)[n] for events in trained) for n in group[0].lengths}
     skipped = sum(events[-1]["skipped"] for events in trained)
     text = f"{group[0].model} on {group[0].task}, seeds {','.join(map(str, seeds))}: {trained[0][-1]['time_s']:.0f} s, "
@@ -420,8 +375,11 @@ def run_group(group, out, device):
     text += f"; {skipped} steps skipped, as their gradients were not finite" if skipped else ""
     with suppress(OSError):  # other runs are to follow
         print(text, flush=True)
-    if faults:
-        raise InputError("; ".join(faults))
+    for s, events in zip(group, trained):
+        path, text = log_path(out, s), "".join(json.dumps(event) + "\n" for event in events)
+        with data.explain(f"write {path.parent}"):
+            path.parent.mkdir(exist_ok=True)
+            data.replace_file(path, lambda f, text=text: f.write(text.encode()))
 
 
 def finished_logs(out, protocol):
@@ -432,10 +390,9 @@ def finished_logs(out, protocol):
             events = report.check_task(report.read_log(path), path)
         except InputError as e:
             data.note(f"note: {e}; it is left out")
-            continue
-        alike = events[-1]["event"] == "final" and report.protocol(events) == protocol
-        if alike and path.parent == run_folder(out, Settings(**events[0]["settings"])):  # not a copy
-            logs.append(events)
+        else:
+            if events[-1]["event"] == "final" and report.protocol(events) == protocol:
+                logs.append(events)
     return logs
 
 
@@ -452,40 +409,29 @@ def main():
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
     parser.add_argument("--out", help="folder for runs, tables and figures (default: runs/tasks-EPOCHS)")
     args = parser.parse_args()
-    seeds, lengths = parse_seeds(args.seeds), parse_lengths(args.lengths)
+    seeds, lengths = parse_numbers("seeds", args.seeds), sorted({*parse_numbers("lengths", args.lengths)})
     models = split_names(sample.import_models(args.model, (csp.Model,)), csp.MODELS)
     tasks = [import_task(name) for name in split_names(args.task, report.PAPER_TASKS)]
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
     numbers = {"epochs": args.epochs, "train_length": args.train_length, "lengths": lengths[0], "batch": args.batch}
-    wrong = [
-        (by_torchrun, "the tasks are trained by one process: start it without torchrun"),
+    lists = {"model": models, "task": tasks, "seeds": seeds}
+    for is_wrong, message in (
         *((value < 1, f"--{name} must be at least 1") for name, value in numbers.items()),
         (not 0 < args.lr < math.inf, "--lr must be above 0"),
-        (len(set(models)) < len(models), "--model names a model twice"),
-        (len(set(tasks)) < len(tasks), "--task names a task twice"),
-    ]
-    for is_wrong, message in wrong:
+        *((len({*values}) < len(values), f"--{name} names one of them twice") for name, values in lists.items()),
+    ):
         if is_wrong:
             raise InputError(message)
     device = sample.pick_device(args.device)
     out = report.parse_out(f"runs/tasks-{args.epochs}" if args.out is None else args.out)
-    jobs = list(product(tasks, models))
-    for task, spec in jobs:  # else a fault of the last would be found hours later
-        check(spec, task, device)
-        if max(args.train_length, *lengths) > TASKS[task].longest:
-            raise InputError(f"--task {task} takes lengths up to {TASKS[task].longest}")
     protocol = args.epochs, args.train_length, lengths, args.batch, args.lr
-    groups = [[Settings(spec, task, seed, *protocol) for seed in seeds] for task, spec in jobs]
+    groups = []
+    for task, spec in product(tasks, models):
+        check(spec, task, device)  # now, as a fault of the last would else be found hours later
+        groups.append([Settings(spec, task, seed, *protocol) for seed in seeds])
     with data.explain(f"write into {out}"):
         out.mkdir(parents=True, exist_ok=True)
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
-        for folder in (run_folder(out, s) for s in chain(*missing)):  # each can be made, and written
-            with data.explain(f"write {folder}"):
-                folder.mkdir(exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-                with suppress(OSError):  # it holds something
-                    folder.rmdir()
         kept = sum(map(len, groups)) - sum(map(len, missing))
         if kept:
             data.note(f"finished runs kept in {out}: {kept}; a new --out trains anew")
@@ -496,13 +442,10 @@ def main():
                 run_group(group[i : i + together], out, device)
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
         logs = finished_logs(out, report.protocol([{"settings": asdict(groups[0][0])}]))
-        text, paths = report.task_tables(logs), []
-        shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
-        try:
-            paths = report.write_report(text, report.task_figures(report.group_tasks(logs)), out)
-        finally:  # shown also where they cannot be written
-            with suppress(BrokenPipeError):
-                print(shown, f"\nwrote {', '.join(map(str, paths))}" if paths else "", sep="\n", flush=True)
+        text = report.task_tables(logs)
+        paths = report.write_report(text, report.task_figures(report.group_tasks(logs)), out)
+    shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
+    print(shown, f"\nwrote {', '.join(map(str, paths))}", sep="\n", flush=True)
 
 
 if __name__ == "__main__":
