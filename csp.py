@@ -59,7 +59,7 @@ class Config:
         for f in fields(self):
             value, known = getattr(self, f.name), f.metadata.get("known")
             if known and value not in known:
-                raise ValueError(f"unknown {f.name} {value!r}; known: {', '.join(known)}")
+                raise ValueError(f"unknown {f.name} {value!r}; known: {', '.join(map(str, known))}")
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{f.name} must be at least 1")
 
@@ -70,8 +70,8 @@ def at_least_float32(x):
 
 
 class Linear(nn.Module):
-    """One linear map per seed, x (S, ..., n_in) -> (S, ..., n_out), initialised as torch.nn.Linear is: CSP appendix E.1
-    says so, and then that biases start at zero, which PyTorch's do not."""
+    """One linear map per seed, x (S, ..., n_in) -> (S, ..., n_out), initialised as torch.nn.Linear is (appendix E.1, which
+    then has biases of zero, unlike PyTorch's)."""
 
     def __init__(self, n_in, n_out, bias=True):
         super().__init__()
@@ -174,8 +174,7 @@ def rotate(z, theta):
 
 
 def normalise(u):
-    """Every complex coordinate of u (..., 2, d) onto the unit circle; the modulus is a constant to the backward pass
-    (appendix E.2)."""
+    """Every complex coordinate of u (..., 2, d) onto the unit circle; its modulus gets no gradient (appendix E.2)."""
     return u / (torch.hypot(*u.detach().split(1, dim=-2)) + EPS)
 
 
@@ -207,48 +206,6 @@ def scan(delta, c, method, eps=EPS):
     # log A_t - log A_shift_i summed from i to t: as a difference of two long sums it would lose digits.
     log_decay = -delta.expand(*c.shape[:3], T).tril().cumsum(2)
     return log_decay.masked_fill(future, -math.inf).exp() @ c  # eq. 22 with A_shift; the future would overflow in exp
-
-
-class NormalisedScan(torch.autograd.Function):
-    """o_t = n_t(skip_t + prev o_{t-1} + SiLU(h_t)) with h_t = alpha_t o_{t-1} + c_t and o_0 = 0. n_t divides by the
-    modulus, a constant to the backward pass. Algorithm 1, lines 15-17. Autograd through the loop is equal, but slower.
-
-    Args: alpha (T, S, B, 1, 1); c, skip (T, S, B, 2, d); prev (S, 1, 1, 1) or None. Returns: o (T, S, B, 2, d).
-    """
-
-    @staticmethod
-    def forward(ctx, alpha, c, skip, prev):
-        h, o, modulus = torch.empty_like(c), torch.empty_like(c), torch.empty_like(c[:, :, :, :1])
-        last = torch.zeros_like(c[0])
-        for alpha_t, c_t, skip_t, h_t, o_t, modulus_t in zip(alpha, c, skip, h, o, modulus):
-            torch.addcmul(c_t, alpha_t, last, out=h_t)  # line 15
-            u = F.silu(h_t).add_(skip_t)
-            if prev is not None:
-                u.addcmul_(prev, last)
-            torch.hypot(*u.split(1, dim=-2), out=modulus_t).add_(EPS)
-            last = torch.div(u, modulus_t, out=o_t)  # line 17
-        ctx.save_for_backward(alpha, h, o, modulus, prev)
-        return o
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        alpha, h, o, modulus, prev = ctx.saved_tensors
-        sigma = h.sigmoid()
-        slope = sigma * (1 + h * (1 - sigma)) / modulus  # SiLU' / |u|
-        d_o, d_h = torch.empty_like(h), torch.empty_like(h)
-        later = torch.zeros_like(h[0])
-        for t in reversed(range(len(h))):
-            torch.add(grad[t], later, out=d_o[t])
-            torch.mul(d_o[t], slope[t], out=d_h[t])
-            later = d_h[t] * alpha[t]
-            if prev is not None:
-                later.addcdiv_(d_o[t] * prev, modulus[t])
-        d_u = d_o.div_(modulus)
-        before = torch.cat((torch.zeros_like(o[:1]), o[:-1]))
-        d_alpha = (d_h * before).sum((-2, -1), keepdim=True)
-        d_prev = None if prev is None else (d_u * before).sum((0, 2, 3, 4)).view_as(prev)
-        return d_alpha, d_h, d_u, d_prev
 
 
 class CSPBlock(nn.Module):
@@ -296,10 +253,13 @@ class CSPBlock(nn.Module):
             h = scan(delta, c, cfg.scan, cfg.eps).view_as(z)
             return normalise(g * z + F.silu(h))  # lines 19-20
         alpha = torch.exp(-F.softplus(self.W_delta(b)))  # eqs. 13-14
-        alpha, c = (x.movedim(2, 0).contiguous() for x in (alpha.unsqueeze(-1), c.view_as(z)))
-        if cfg.skip == "prev":
-            return NormalisedScan.apply(alpha, c, torch.zeros_like(c), g.squeeze(1)).movedim(0, 2)
-        return NormalisedScan.apply(alpha, c, (g * z).movedim(2, 0).contiguous(), None).movedim(0, 2)
+        alpha, c, skip = (x.movedim(2, 0).contiguous() for x in (alpha.unsqueeze(-1), c.view_as(z), g * z))
+        g, o, outputs = g.squeeze(1), torch.zeros_like(c[0]), []
+        for alpha_t, c_t, skip_t in zip(alpha, c, skip):
+            y = F.silu(torch.addcmul(c_t, alpha_t, o))  # Algorithm 1, lines 15-16
+            o = normalise(y + skip_t if cfg.skip == "input" else torch.addcmul(y, g, o))  # line 17
+            outputs.append(o)
+        return torch.stack(outputs, 2)
 
 
 class CSPVanilla(Model):
@@ -395,16 +355,16 @@ class SignedMambaConfig(Config):
     transition: str = choice("fixed", "input")  # tanh(dt A), a sign for each state | tanh(W_a x), the input's choice
 
 
+def transition(r_t, A, out):
+    """tanh(r_t A) as 2 sigmoid(2 r_t A) - 1, which PyTorch evaluates six times as fast on a CPU."""
+    return torch.mul(r_t.unsqueeze(-1), 2 * A.unsqueeze(1), out=out).sigmoid_().mul_(2).sub_(1)
+
+
 class SignedScan(torch.autograd.Function):
-    """h_t = tanh(r_t A) h_{t-1} + x_t B_t, y_t = C_t . h_t, with h_0 = 0: one pass over time in either direction.
+    """h_t = tanh(r_t A) h_{t-1} + x_t B_t, y_t = C_t . h_t, with h_0 = 0, 1.2 times as fast as autograd through the loop.
 
     Args: r, x (S, K, T, E); A (S, E, N) or (S, E, 1); B, C (S, K, T, N). Returns: y (S, K, T, E).
     """
-
-    @staticmethod
-    def transition(r_t, A, out):
-        """tanh(r_t A) as 2 sigmoid(2 r_t A) - 1, which PyTorch evaluates six times as fast on a CPU."""
-        return torch.mul(r_t.unsqueeze(-1), 2 * A.unsqueeze(1), out=out).sigmoid_().mul_(2).sub_(1)
 
     @staticmethod
     def forward(ctx, r, A, x, B, C):
@@ -412,7 +372,7 @@ class SignedScan(torch.autograd.Function):
         h, y = x.new_zeros(T + 1, S, K, E, B.shape[-1]), torch.empty_like(x)
         a = x.new_empty(S, K, E, A.shape[-1])
         for t in range(T):
-            SignedScan.transition(r[:, :, t], A, out=a)
+            transition(r[:, :, t], A, out=a)
             torch.mul(a, h[t], out=h[t + 1]).addcmul_(x[:, :, t].unsqueeze(-1), B[:, :, t].unsqueeze(-2))
             y[:, :, t] = (h[t + 1] @ C[:, :, t].unsqueeze(-1)).squeeze(-1)
         ctx.save_for_backward(r, A, x, B, C, h)
@@ -431,7 +391,7 @@ class SignedScan(torch.autograd.Function):
             d_h.addcmul_(grad_t.unsqueeze(-1), C[:, :, t].unsqueeze(-2))
             d_x[:, :, t] = (d_h @ B[:, :, t].unsqueeze(-1)).squeeze(-1)
             d_B[:, :, t] = (x_t.unsqueeze(-2) @ d_h).squeeze(-2)
-            SignedScan.transition(r_t, A, out=a)
+            transition(r_t, A, out=a)
             d_a = torch.mul(d_h, h[t], out=product)
             if A.shape[-1] == 1:
                 d_a = d_a.sum(-1, keepdim=True)
@@ -496,12 +456,7 @@ class SignedMamba(Model):
 @dataclass
 class DecoderConfig(Config):
     layers: int = 3
-    heads: int = 4
-
-    def __post_init__(self):
-        super().__post_init__()
-        if WIDTH % self.heads:
-            raise ValueError(f"heads must be a divisor of {WIDTH}")
+    heads: int = choice(4, 1, 2, 8, 16, 32)  # divisors of WIDTH
 
 
 class LayerNorm(nn.Module):

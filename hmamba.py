@@ -33,6 +33,7 @@ D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU X
 
 import math
 from argparse import ArgumentParser
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -281,17 +282,15 @@ def check_inputs(idx, targets, state, start):
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
             raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and not fits(state, start, idx):
+    if state is not None and layout(state) != layout(start, len(idx), idx.device):
         raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
 
 
-def fits(state, start, idx):
-    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx."""
-    if isinstance(start, torch.Tensor):
-        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
-        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
-    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
-    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
+def layout(state, batch=None, device=None):
+    """The structure of a state, with shapes and devices; `batch` and `device`, if given, in the place of its own."""
+    if isinstance(state, torch.Tensor):
+        return batch or len(state), state.shape[1:], device or state.device, state.is_floating_point()
+    return [layout(x, batch, device) for x in state] if isinstance(state, (list, tuple)) else type(state)
 
 
 class Readout(nn.Module):
@@ -383,12 +382,11 @@ class HMamba(nn.Module):
 
     def num_params(self):
         """Parameters by component; "total" is their sum."""
-        counts = {}
+        counts = Counter()
         for name, p in self.named_parameters():
             parts = (x for x in name.split(".") if not x.isdigit() and x not in ("layers", "weight", "bias"))
-            component = ".".join(parts)
-            counts[component] = counts.get(component, 0) + p.numel()
-        return counts | {"total": sum(counts.values())}
+            counts[".".join(parts)] += p.numel()
+        return {**counts, "total": counts.total()}
 
     def mixing_flops(self):
         """Forward flops of the recurrence per token: 8 for a complex multiply-add, 6 for conj(C) psi, 2 and 1 if real."""

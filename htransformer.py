@@ -40,6 +40,7 @@ alternating sign, e. The numbers, and the rows marked *, are ours: the paper doe
 
 import math
 from argparse import ArgumentParser
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -347,12 +348,11 @@ class HTransformer(nn.Module):
 
     def num_params(self):
         """Parameters by component; "total" is their sum."""
-        counts = {}
+        counts = Counter()
         for name, p in self.named_parameters():
             parts = (x for x in name.split(".") if not x.isdigit() and x not in ("layers", "weight", "bias"))
-            component = ".".join(parts)
-            counts[component] = counts.get(component, 0) + p.numel()
-        return counts | {"total": sum(counts.values())}
+            counts[".".join(parts)] += p.numel()
+        return {**counts, "total": counts.total()}
 
     def mixing_flops(self, seq):
         """Forward flops of attention per token, over the seq/2 keys that it sees on average: products of width 2N for the

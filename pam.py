@@ -34,6 +34,7 @@ Initialisation. What the paper does not give is ours and marked *.
 import math
 from argparse import ArgumentParser
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -290,10 +291,9 @@ class WindowAttention(nn.Module):
         fill = -T % size
         k, v = F.pad(kv, (0, 0, 0, fill)).unfold(3, W - 1 + size, size).transpose(-1, -2).unbind(1)
         q = F.pad(q, (0, 0, 0, fill)).unflatten(2, (-1, size))  # (B, H, pieces, size, 2d)
-        key = torch.arange(W - 1 + size, device=x.device)  # in the piece; the query i is at i + W - 1
-        ago = torch.arange(size, device=x.device).unsqueeze(1) + W - 1 - key
-        start = torch.arange(position - W + 1, position + T - W + 1, size, device=x.device).view(-1, 1, 1)
-        mask = (0 <= ago) & (ago < W) & (start + key >= 0)  # (pieces, size, W - 1 + size)
+        query = torch.arange(T + fill, device=x.device).view(-1, size, 1)  # positions from that of x[:, 0]
+        key = torch.arange(1 - W, T + fill, device=x.device).unfold(0, W - 1 + size, size).unsqueeze(1)
+        mask = (query - W < key) & (key <= query) & (key >= -position)  # (pieces, size, W - 1 + size)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(2, 3)[:, :, :T]
         y = y.transpose(1, 2).flatten(2).unflatten(-1, (-1, 2))  # (B, T, H*d, 2)
         return self.out_proj(y.to(x.dtype)), (kv[:, :, :, T:].to(past.dtype, copy=True), position + T)
@@ -326,13 +326,13 @@ class Block(nn.Module):
         """z (B, T, D, 2) -> the same, and the state after it."""
         if self.mixes:
             z = z + self.alpha_cgu * self.cgu(self.cgu_norm(z))  # eq. 2
-        if self.windowed:
-            x, (memory, window) = self.pam_norm(z), state
-            (y, memory), (attended, window) = self.pam(x, memory), self.window(x, window)
-            return z + self.alpha_pam * y + self.alpha_window * attended, (memory, window)
         if self.remembers:
-            y, state = self.pam(self.pam_norm(z), state)
+            x, (memory, window) = self.pam_norm(z), state if self.windowed else (state, None)
+            y, state = self.pam(x, memory)
             z = z + self.alpha_pam * y  # eq. 3
+        if self.windowed:
+            y, window = self.window(x, window)
+            z, state = z + self.alpha_window * y, (state, window)
         return z, state
 
 
@@ -347,19 +347,15 @@ def check_inputs(idx, targets, state, start):
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
             raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and not fits(state, start, idx):
+    if state is not None and layout(state) != layout(start, len(idx), idx.device):
         raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
 
 
-def fits(state, start, idx):
-    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx."""
-    if isinstance(start, torch.Tensor):
-        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
-        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
-    if start is None or isinstance(start, int):
-        return isinstance(state, type(start))
-    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
-    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
+def layout(state, batch=None, device=None):
+    """The structure of a state, with shapes and devices; `batch` and `device`, if given, in the place of its own."""
+    if isinstance(state, torch.Tensor):
+        return batch or len(state), state.shape[1:], device or state.device, state.is_floating_point()
+    return [layout(x, batch, device) for x in state] if isinstance(state, (list, tuple)) else type(state)
 
 
 class PAM(nn.Module):
@@ -430,13 +426,10 @@ class PAM(nn.Module):
 
     def num_params(self):
         """Parameters by component; "total" is their sum."""
-        counts = {}
+        counts, unnamed = Counter(), ("layers", "weight", "weight_r", "weight_i", "bias")
         for name, p in self.named_parameters():
-            parts = [part for part in name.split(".") if not part.isdigit() and part != "layers"]
-            if parts[-1] in ("weight", "weight_r", "weight_i", "bias"):
-                parts.pop()
-            counts[".".join(parts)] = counts.get(".".join(parts), 0) + p.numel()
-        return counts | {"total": sum(counts.values())}
+            counts[".".join(x for x in name.split(".") if not x.isdigit() and x not in unnamed)] += p.numel()
+        return {**counts, "total": counts.total()}
 
     def mixing_flops(self):
         """Forward flops of the recurrence per token: for an entry of S 18 if complex, 5 if real (eqs. 6-7); and of the
@@ -473,8 +466,7 @@ def matched_width(config):
     def total(model_class, one_block):
         with torch.device("meta"):  # counts only: nothing is allocated
             model = model_class(one_block)
-        block = sum(p.numel() for p in model.layers.parameters())
-        return sum(p.numel() for p in model.parameters()) + (config.L - 1) * block
+        return model.num_params()["total"] + (config.L - 1) * sum(p.numel() for p in model.layers.parameters())
 
     def real_total(width):
         return total(SAM, replace(config, L=1, heads=2 * config.H if config.heads < 0 else config.heads, width=width))
