@@ -112,9 +112,9 @@ class ComplexLinear(nn.Module):
 
     def __init__(self, n, m):
         super().__init__()
-        self.weight_r, self.weight_i = (nn.Parameter(torch.empty(m, n)) for _ in range(2))
-        for weight in (self.weight_r, self.weight_i):
-            nn.init.orthogonal_(weight, gain=0.5**0.5)
+        self.weight_r, self.weight_i = (
+            nn.Parameter(nn.init.orthogonal_(torch.empty(m, n), gain=0.5**0.5)) for _ in range(2)
+        )
 
     def forward(self, z):
         """z (..., n, 2) -> (..., m, 2)"""
@@ -188,8 +188,7 @@ class CGU(nn.Module):
 
     def __init__(self, D):
         super().__init__()
-        self.gate_proj = ComplexLinear(D, EXPANSION * D)
-        self.up_proj = ComplexLinear(D, EXPANSION * D)
+        self.gate_proj, self.up_proj = ComplexLinear(D, EXPANSION * D), ComplexLinear(D, EXPANSION * D)
         self.act = ModReLU(EXPANSION * D)
         self.down_proj = ComplexLinear(EXPANSION * D, D)
 
@@ -273,8 +272,7 @@ class WindowAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.c = c
-        self.qkv_proj = ComplexLinear(c.D, 3 * c.H * c.d)
-        self.out_proj = ComplexLinear(c.H * c.d, c.D)
+        self.qkv_proj, self.out_proj = ComplexLinear(c.D, 3 * c.H * c.d), ComplexLinear(c.H * c.d, c.D)
 
     def init_state(self, batch_size):
         """(keys and values of the W - 1 positions before (B, 2, H, W-1, 2d), position of the next token)"""
@@ -300,10 +298,9 @@ class WindowAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Channel mixing, then memory, each on the normed stream with a learned scale, eqs. 2-3; one of them alone in
-    order=sequential. With `windowed`, attention beside the memory."""
+    """Channel mixing, then memory, each on the normed stream with a learned scale, eqs. 2-3; `windowed`: and attention."""
 
-    def __init__(self, D, H, c, mixes=True, remembers=True, real=False, windowed=False):
+    def __init__(self, D, H, c, real, mixes, remembers, windowed):
         super().__init__()
         self.mixes, self.remembers, self.windowed = mixes, remembers, windowed
         norm = RealNorm if real else ComplexNorm
@@ -380,11 +377,10 @@ class PAM(nn.Module):
         self.embedding = nn.Embedding(c.V, D if self.real else 2 * D)  # (re, im) of a channel side by side
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         fourth = [not self.real and c.window > 0 and (c.L - i) % 4 == 1 for i in range(c.L)]
-        if c.order == "interleaved":
-            parts = [(True, True, self.real, windowed) for windowed in fourth]
-        else:
-            parts = c.L * [(True, False, self.real)] + [(False, True, self.real, windowed) for windowed in fourth]
-        self.layers = nn.ModuleList(Block(D, H, c, *part) for part in parts)
+        parts = [(c.order == "interleaved", True, windowed) for windowed in fourth]  # mixes, remembers, windowed
+        if c.order == "sequential":
+            parts = c.L * [(True, False, False)] + parts
+        self.layers = nn.ModuleList(Block(D, H, c, self.real, *part) for part in parts)
         self.norm_f = (RealNorm if self.real else ComplexNorm)(D)  # not in the paper
         with torch.no_grad():
             self.start = self.init_state(0)  # for its structure and shapes
@@ -469,7 +465,7 @@ def matched_width(config):
         return model.num_params()["total"] + (config.L - 1) * sum(p.numel() for p in model.layers.parameters())
 
     def real_total(width):
-        return total(SAM, replace(config, L=1, heads=2 * config.H if config.heads < 0 else config.heads, width=width))
+        return total(SAM, replace(config, L=1, width=width))
 
     target = total(PAM, PAMConfig(V=config.V, D=config.D, L=1, H=config.H, d=config.d))
     widths = range(1, 4 * config.D + 1)  # twice the width at most for the embedding, sqrt 2 times it for the blocks
@@ -490,7 +486,5 @@ if __name__ == "__main__":
         state = model.init_state(2)
         for t in range(64):
             logits_t, state = model.step(idx[:, t], state)
-        print(
-            f"{name}: {model.num_params()['total']:,} parameters, untrained loss {loss:.3f} (ln 256 = {math.log(256):.3f}), "
-            f"step against full pass {(logits_t - logits[:, -1]).abs().max():.1e}"
-        )
+        error, total = (logits_t - logits[:, -1]).abs().max(), model.num_params()["total"]
+        print(f"{name}: {total:,} parameters, untrained loss {loss:.3f} (ln 256 = 5.545), step against full pass {error:.1e}")
