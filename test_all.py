@@ -4235,8 +4235,8 @@ class RunsCode:
         return os.system, ("touch hostile",)
 
 
-def hostile(meta, path="hostile.pt", **how):
-    return lambda: torch.save({"format": sample.FORMAT, "meta": meta}, path, **how)
+def hostile(meta, **how):
+    return lambda: torch.save({"format": sample.FORMAT, "meta": meta}, "hostile.pt", **how)
 
 
 def zip_bomb():
@@ -4256,20 +4256,18 @@ def overlapping_zip_bomb():
 
 
 HOSTILE = {
-    "pickle": (hostile(RunsCode()), "holds posix.system, and only tensors, numbers and text are loaded"),
+    "pickle": (hostile(RunsCode()), "is not a readable checkpoint"),
     "old": (hostile(RunsCode(), _use_new_zipfile_serialization=False), "is not a readable checkpoint"),
-    "bytes": (hostile(bytearray(9)), "holds __builtin__.bytearray, and only tensors, numbers and text are loaded"),
     "bomb": (zip_bomb, "is not a checkpoint: it unpacks to more than its own size"),
     "overlap": (overlapping_zip_bomb, "is not a checkpoint: it unpacks to more than its own size"),
 }
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_checkpoints_are_not_even_opened(program, monkeypatch, kind):
-    """One line, exit code 2; nothing was run, handed to torch or, of the bombs, unpacked."""
+def test_hostile_checkpoints_do_no_harm(program, monkeypatch, kind):
+    """One line, exit code 2; nothing was run or, of the bombs, unpacked."""
     make_file, message = HOSTILE[kind]
     make_file()
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
     if kind in ("bomb", "overlap"):
         monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: pytest.fail("it was unpacked"))
     for module, argv in ((train, ["--resume"]), (train, ["--init_from"]), (sample, [])):
@@ -4277,19 +4275,11 @@ def test_hostile_checkpoints_are_not_even_opened(program, monkeypatch, kind):
     assert not Path("hostile").exists()
 
 
-def resave(path, lacking=(), **changes):
-    """A copy of the run's checkpoint with other entries: of meta, or of it all."""
-
-    def make_file():
-        checkpoint = torch.load("run/last.pt", weights_only=True)
-        meta = json.loads(checkpoint["meta"])
-        for key, value in changes.items():
-            part = meta if key in meta else checkpoint
-            part[key] = part[key] | value if isinstance(value, dict) else value
-        whole = checkpoint | ({} if "meta" in changes else {"meta": json.dumps(meta)})
-        torch.save({key: value for key, value in whole.items() if key not in lacking}, path)
-
-    return make_file
+def other_settings():
+    checkpoint = torch.load("run/last.pt", weights_only=True)
+    meta = json.loads(checkpoint["meta"])
+    meta["settings"]["momentum"] = 0.9
+    torch.save(checkpoint | {"meta": json.dumps(meta)}, "run/last.pt")
 
 
 def other_version():
@@ -4318,7 +4308,6 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("no setting 'width=3'; known: D=", NEW, "--model hmamba:width=3"),
     ("known: complex, real", NEW, "--model hmamba:field=octonion"),
     ("mlp=-7 must be at least -1", NEW, "--model mamba:mlp=-7"),
-    ("sets L twice", NEW, "--model mamba:L=1:L=2"),
     ("unknown size 'huge'; known: tiny, small, 253m", NEW, "--size huge"),
     ("did you mean tiny?", NEW, "--size tinny"),
     ("nowhere.txt", NEW, "--data nowhere.txt"),
@@ -4374,19 +4363,14 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     (f"do not fit: its model is {SMALL[1]}, not mamba:D=32:L=2\n", ORIGIN, "--model mamba:D=32:L=2"),
     ("is not the data of this run", RESUME, "--data other.txt", write("other.txt", lambda text, _: text[::-1])),
     ("is not the data of this run", RESUME, "--data text.txt", write("text.txt", lambda text, _: text + b"more")),
-    ("was written by another version of train.py", RESUME, "", resave("run/last.pt", settings={"momentum": 0.9})),
-    ("damaged or from another version: it lacks meta", [], "--resume run/a.pt", resave("run/a.pt", meta="[1]")),
-    ("it lacks best, optimizer", [], "--resume run/a.pt", resave("run/a.pt", ("best", "optimizer"))),
+    ("was written by another version of train.py", RESUME, "", other_settings),
     (NO_RUN, NEW, "--out run --resume run", only_foreign_log),
     (NO_RUN, NEW, "--out run --seeds 1,2", only_foreign_log),
     (LOG, RESUME, "", write("run/log.jsonl", lambda *_: b'{"mine": 1}\n')),
     (LOG, RESUME, "", write("run/log.jsonl", lambda *_: b"\0\0")),
     ("checkpoint of other origin", [], "--resume a.pt", lambda: torch.save({"model": {}, "step": 3}, "a.pt")),
     ("cut short, damaged, or of other", [], "--resume a.pt", write("a.pt", lambda _, whole: whole[: len(whole) // 2])),
-    ("unsafe.pt holds pathlib.PosixPath, and only", [], "--resume unsafe.pt", hostile(Path("x"), "unsafe.pt")),
     ("does not fit this version of the models", [], "--resume run/other.pt", other_version),
-    *[("asks for more parameters than it holds", [], "--resume run/huge.pt", resave("run/huge.pt", config={key: value}))
-      for key, value in (("D", 10**6), ("L", 10**9), ("V", 10**12), ("N", 10**9))],
 ]  # fmt: skip
 
 
@@ -4441,48 +4425,36 @@ def test_help_is_complete(program, module):
 # Sampling
 
 
-def test_sample_streams_text_from_a_run(program, cut):
+def test_sample_streams_text_from_a_run(program, cut, monkeypatch):
+    """Of the run whose checkpoint was written last, of a folder's best.pt, or of a file; the prompt too may be a file."""
+
     def sampled(*argv):
         code, out, err = program(sample, *argv)
         assert (code, "tokens/s" in err) == (0, True)
         return out
 
-    Path("runs").mkdir()
+    shutil.copytree("cut", "runs/older")
     run = shutil.move("cut", "runs/run")
-    seeds = [sampled("--length", 40, "--prompt", "gate ", "--seed", seed) for seed in (3, 3, 4)]
-    assert seeds[0].startswith("gate ")
-    assert seeds[0] == seeds[1] != seeds[2]
-    for path in (run, f"{run}/last.pt", f"{run}/best.pt"):
-        assert sampled(path, "--length", 3)
+    for path in Path("runs/older").iterdir():
+        os.utime(path, (0, 0))
+    assert sample.read_checkpoint(run)["path"] == "runs/run/best.pt"
+    assert f"{run}: hmamba" in program(sample, "--length", 1)[2]
+    seeds = [sampled("--length", 40, "--prompt", "gate \u00e9\n", "--seed", seed) for seed in (3, 3, 4)]
+    assert seeds[0].startswith("gate \u00e9\n") and seeds[0] == seeds[1] != seeds[2]
+    Path("x.txt").write_bytes("gate \u00e9\n".encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("x.txt").read_bytes())))
+    assert sampled("--length", 40, "--prompt", "-", "--seed", 4) == seeds[2]
+    both = sampled("--length", 40, "--prompt", "FILE:x.txt", "--seed", 3, "--num_samples", 2).split("\n---------------\n")
+    assert both == [seeds[0].removesuffix("\n"), seeds[2].removesuffix("\n"), ""]
     greedy = sampled(run, "--length", 30, "--temperature", 0)
-    assert sampled(run, "--length", 30, "--top_k", 1, "--seed", 9) == greedy
-    assert sampled(run, "--length", 30, "--top_p", 1e-9, "--seed", 9) == greedy
+    assert sampled(f"{run}/best.pt", "--length", 30, "--top_k", 1, "--seed", 9) == greedy
     # \udcff: a byte that is not UTF-8
-    assert sampled(run, "--prompt", "caf\u00e9 \udcff", "--length", 1).startswith("caf\u00e9 \ufffd")
-
-
-def test_checkpoints_are_found(program, straight):
-    """A folder means its best.pt; no argument the run whose checkpoint was written last."""
-    for name in ("b", "a"):
-        shutil.copytree(straight, f"runs/{name}")
-    assert sample.read_checkpoint("runs/a")["path"] == "runs/a/best.pt"
-    for later, name in enumerate("ab"):
-        for path in Path(f"runs/{name}").glob("*.pt"):
-            os.utime(path, (time.time() + 9 * later, time.time() + 9 * later))
-        os.symlink("nowhere", f"runs/{name}/broken.pt")
-        assert sample.newest_run() == Path(f"runs/{name}")
-
-
-def test_repetition_penalty_counts_what_was_generated():
-    model = make("hmamba", L=1)
-    torch.nn.init.normal_(model.embedding.weight)
-    tokens = list(sample.generate(model, [1, 2, 3], 60, temperature=0, repetition_penalty=1e9))
-    assert len(set(tokens)) == 60
-    assert not {1, 2, 3} & set(tokens)
+    assert sampled(f"{run}/last.pt", "--prompt", "caf\u00e9 \udcff", "--length", 1).startswith("caf\u00e9 \ufffd")
 
 
 def test_generation_is_the_model_step_by_step(monkeypatch):
-    """Greedy generation equals the argmax of the full pass over prompt and answer, also with a prompt of two chunks."""
+    """Greedy generation equals the argmax of the full pass over prompt and answer, also with a prompt of many chunks. A
+    penalty counts what was generated."""
     model = make("hmamba", L=1)
     torch.nn.init.normal_(model.embedding.weight)  # clear-cut scores
     with torch.no_grad():  # what came before counts
@@ -4494,32 +4466,28 @@ def test_generation_is_the_model_step_by_step(monkeypatch):
     with torch.no_grad():
         full = model(torch.tensor([prompt + answer]))[0][0].argmax(-1).tolist()
     assert full[len(prompt) - 1 : -1] == answer
+    tokens = list(sample.generate(model, [1, 2, 3], 60, temperature=0, repetition_penalty=1e9))
+    assert len({1, 2, 3, *tokens}) == 63
 
 
 def test_filters_of_the_logits():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    none = torch.tensor([], dtype=torch.int64)
-
-    def kept(**changes):
-        arguments = {"seen": none, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0} | changes
-        return sample.filter_logits(logits, **arguments)
-
-    assert torch.equal(kept(), logits - 2)  # the largest is 0: no overflow at any temperature
-    assert torch.equal(kept(temperature=0.5), 2 * logits - 4)
-    assert kept(temperature=1e-300).softmax(-1).tolist() == [1, 0, 0, 0]
-    assert kept(temperature=1e300).softmax(-1).tolist() == [0.25] * 4
-    assert kept(top_p=1e-300).isfinite().tolist() == [True, False, False, False]
+    logits, out = torch.tensor([2.0, 1.0, 0.0, -1.0]), -math.inf  # softmax: .64 .24 .09 .03
+    plain = {"seen": torch.tensor([], dtype=torch.int64), "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    for changes, expected in (
+        ({}, [0, -1, -2, -3]),  # the largest is 0: no overflow at any temperature
+        ({"temperature": 0.5}, [0, -2, -4, -6]),
+        ({"temperature": 1e9}, [0, -1e-9, -2e-9, -3e-9]),
+        *(({"temperature": cold}, [0, out, out, out]) for cold in (0, 1e-300)),
+        ({"top_k": 2}, [0, -1, out, out]),
+        ({"top_k": 9}, [0, -1, -2, -3]),
+        *(({"top_p": p}, [0, out, out, out]) for p in (1e-9, 0.64)),
+        ({"top_p": 0.65}, [0, -1, out, out]),
+        ({"seen": torch.tensor([0, 3]), "repetition_penalty": 2.0}, [0, 0, -1, -3]),
+        ({"seen": torch.tensor([0]), "repetition_penalty": 4.0, "temperature": 0}, [out, 0, out, out]),
+    ):
+        torch.testing.assert_close(sample.filter_logits(logits, **plain | changes), torch.tensor(expected).float(), rtol=1e-6, atol=0)
     with pytest.raises(data.InputError, match="not finite"):
-        sample.filter_logits(logits * math.nan, none, 1.0, 0, 1.0, 1.0)
-    assert kept(top_k=2).isfinite().tolist() == [True, True, False, False]
-    assert kept(top_k=9).isfinite().all()
-    assert kept(top_p=0.64).isfinite().tolist() == [True, False, False, False]  # softmax: .64 .24 .09 .03
-    assert kept(top_p=0.65).isfinite().tolist() == [True, True, False, False]
-    assert kept(temperature=0).tolist() == [0.0, -math.inf, -math.inf, -math.inf]
-    assert kept(seen=torch.tensor([0, 3]), repetition_penalty=2.0).tolist() == [0.0, 0.0, -1.0, -3.0]
-    assert kept(seen=torch.tensor([0]), repetition_penalty=4.0, temperature=0).argmax() == 1
-    for penalty in (1e-300, 1e300):
-        assert not kept(seen=torch.tensor([0, 2, 3]), repetition_penalty=penalty, temperature=1e-300).isnan().any()
+        sample.filter_logits(logits * math.nan, **plain)
 
 
 def test_every_byte_sequence_can_be_shown():
@@ -4530,22 +4498,10 @@ def test_every_byte_sequence_can_be_shown():
     assert "".join(sample.decode("h\u00e9 \U0001f600".encode())) == "h\u00e9 \U0001f600"
 
 
-def test_prompts_come_from_files_and_standard_input(program, cut, monkeypatch):
-    Path("x.txt").write_bytes("state \u00e9\n".encode())
-    outputs = []
-    for prompt in ("state \u00e9\n", "FILE:x.txt", "-"):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path("x.txt").read_bytes())))
-        outputs.append(program(sample, "cut", "--prompt", prompt, "--length", 9, "--seed", 4)[1])
-    assert outputs[0].startswith("state \u00e9\n") and len(set(outputs)) == 1
-    both = program(sample, "cut", "--prompt", "-", "--length", 9, "--seed", 3, "--num_samples", 2)
-    assert both[0] == 2 and "--prompt - is empty" in both[2]  # it has been read
-    both = program(sample, "cut", "--prompt", "FILE:x.txt", "--length", 9, "--seed", 3, "--num_samples", 2)[1].split("\n---------------\n")
-    assert len(both) == 3 and both[0] != both[1] == outputs[0].removesuffix("\n") and both[2] == ""
-
-
-@pytest.mark.parametrize("size", [7, 4096])
+@pytest.mark.parametrize("size", [7, 1024])
 def test_score_is_the_loss_of_each_token(program, cut, monkeypatch, size):
-    """With the state carried from piece to piece; a line break is before the first token."""
+    """With the state carried from piece to piece; a line break is before the first token. In the table a character counts
+    where it begins, also where a token ends within it."""
     monkeypatch.setattr(sample, "PREFILL", size)
     text = "gate \u00e9 phase\n" * 5
     Path("x.txt").write_bytes(text.encode())
@@ -4554,68 +4510,51 @@ def test_score_is_the_loss_of_each_token(program, cut, monkeypatch, size):
         logits = model(torch.tensor([[10] + tokens[:-1]]))[0][0].double()
     expected = F.cross_entropy(logits, torch.tensor(tokens), reduction="none") / math.log(2)
     torch.testing.assert_close(sample.score(model, tokens), expected, rtol=1e-4, atol=1e-4)
-    code, out, _ = program(sample, "cut", "--score", "x.txt")
+    _, out, _ = program(sample, "cut", "--score", "x.txt")
     rows = [line.strip("|").split("|") for line in out.splitlines()[2:]]
     assert [row[0].strip() for row in rows] == ["1-16", "17-64", "65-70", "all"]
     assert [float(x) for x in rows[-1][1:]] == pytest.approx([70, 70, 65, *(expected.sum().item() / n for n in (70, 70, 65))], abs=1e-3)
     assert float(rows[0][4]) == pytest.approx(expected[:16].mean().item(), abs=1e-3)
-
-
-def test_scores_of_tokens_are_told_by_bytes_and_characters():
-    """Two tokens of three bytes each: a letter and half a character, and its other half with a letter."""
     table = sample.score_table(torch.tensor([6.0, 12.0]), ["a\u00e9".encode()[:2], "\u00e9b".encode()[1:] + b"c"])
     assert table.splitlines()[-1] == "| all | 2 | 5 | 4 | 9.0000 | 3.6000 | 4.5000 |"
-    assert sample.score_table(torch.tensor([1.0]), ["\u00e9".encode()[1:]]).endswith("| all | 1 | 1 | 0 | 1.0000 | 1.0000 | - |")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "no checkpoint in runs/ yet"),
-        (["x", "--prompt", "FILE:no"], "cannot read --prompt FILE:no"),
-        (["x", "--score", "no"], "cannot read --score no"),
-        (["x", "--score", "/dev/null"], "--score /dev/null is empty"),
-        (["x", "--num_samples", "0"], "--num_samples must be at least 1"),
-        (["nothing"], "no checkpoint nothing"),
-        (["text.txt"], "not a readable checkpoint"),
-        (["x", "--length", "0"], "--length must be at least 1"),
-        (["x", "--temperature", "-1"], "--temperature must be 0 or more"),
-        (["x", "--temperature", "nan"], "--temperature must be 0 or more"),
-        (["x", "--top_k", "-1"], "--top_k must be 0 or more"),
-        (["x", "--top_p", "0"], "--top_p must lie in (0, 1]"),
-        (["x", "--repetition_penalty", "0"], "--repetition_penalty must be above 0"),
-        (["x", "--seed", "99999999999999999999"], "--seed must lie in"),
-        ([""], "no checkpoint"),
-        (["x", "--prompt", ""], "--prompt is empty"),
-        (["x", "--temp", "1"], "unrecognized arguments: --temp 1"),
-        (["x", "y"], "unrecognized arguments: y"),
+        ("", "no checkpoint in runs/ yet"),
+        ("x --prompt FILE:no", "No such file or directory: 'no'"),
+        ("x --score no", "No such file or directory: 'no'"),
+        *((f"x {flag}", "the text is empty") for flag in ("--score /dev/null", "--prompt=")),
+        ("nothing", "no checkpoint nothing"),
+        ("text.txt", "not a readable checkpoint"),
+        *((f"x --{name} {value}", f"--{name} must lie between") for name, value in (
+            ("num_samples", 0), ("length", 0), ("temperature", -1), ("temperature", "nan"), ("top_k", -1), ("top_p", 0),
+            ("repetition_penalty", 0), ("seed", 99999999999999999999))),
+        ("x --temp 1", "unrecognized arguments: --temp 1"),
     ],
-)
+)  # fmt: skip
 def test_sample_faults(program, argv, message):
-    code, out, err = program(sample, *argv)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    assert_refused(program(sample, *argv.split()), message)
 
 
 @pytest.mark.slow
 def test_piping_into_head_is_no_error(program, cut):
     command = f"{sys.executable} {ROOT / 'sample.py'} cut --length 3000 | head -c 20"
     done = subprocess.run(["bash", "-c", command], env=ENV, check=False, capture_output=True)
-    assert done.returncode == 0
-    assert len(done.stdout) == 20
-    assert b"Traceback" not in done.stderr
-    assert b"Broken" not in done.stderr
+    assert (done.returncode, len(done.stdout)) == (0, 20)
+    assert b"Traceback" not in done.stderr and b"Broken" not in done.stderr
 
 
 # ---- models of files that the command line names ----
+
+SHORT = ["--data", "text.txt", "--steps", 4, "--batch", 2, "--seq", 16, "--eval_seqs", 2]
 
 
 @pytest.fixture
 def gru(program, monkeypatch):
     """The example of PAPERS.md, in a folder lib; its `Config` has strings as types. Returns its text."""
-    for name, value in (("IMPORTED", {}), ("path", [*sys.path])):
-        monkeypatch.setattr(sample if name == "IMPORTED" else sys, name, value)
+    monkeypatch.setattr(sample, "IMPORTED", {}), monkeypatch.setattr(sys, "path", [*sys.path])
     (code,) = [x for x in re.findall(r"^```python\n(.*?)^```", PAPERS, re.DOTALL | re.MULTILINE) if "class MyGRU" in x]
     assert len(code.splitlines()) <= 40
     Path("lib").mkdir()
@@ -4623,33 +4562,29 @@ def gru(program, monkeypatch):
     return code
 
 
-def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures, no_curves, monkeypatch):
-    spec, small = "lib/mygru.py:MyGRU", ["--data", "text.txt", "--steps", 4, "--batch", 2, "--seq", 16, "--eval_seqs", 2]
-    code, _, err = program(train, "--model", f"{spec}:D=8,hmamba:D=8:L=1:H=1:N=2", *small, "--stop_at", 2)
+def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures, no_curves):
+    code, _, err = program(train, "--model", "lib/mygru.py:MyGRU:D=8,hmamba:D=8:L=1:H=1:N=2", *SHORT, "--stop_at", 2)
     assert (code, err) == (0, "")
-    run = "runs/MyGRU_D_8-text-tiny-s1"
+    run, spec = "runs/MyGRU_D_8-text-tiny-s1", "mygru.py:MyGRU"
     assert sample.read_checkpoint(run)["meta"]["config"] == {"V": 256, "D": 8, "L": 2}
     header = report.read_log(run)[0]
     assert header["params"] == {"embedding": 2048, "layers": 864, "head": 2304, "total": 5216}
     assert header["flops_per_token"] == 6 * 5216
     sample.IMPORTED.clear()  # as another program: a checkpoint alone has nothing imported
+    before = content(".")
     for module, argv in ((sample, [run]), (train, ["--resume", run]), (diagnose, [run, "--prompt", "x"])):
-        before = content(".")
-        code, out, err = program(module, *argv)
-        assert (code, err.count("\n")) == (2, 1) and "add --model PATH/mygru.py:MyGRU" in err and not out
-        assert content(".") == before
+        assert_refused(program(module, *argv), "add --model PATH/mygru.py:MyGRU")
+    assert content(".") == before
     os.chdir("lib")  # the file is named from where one is
-    other = program(sample, f"../{run}", "--model", "mygru.py:MyGRU", "--length", 9)
-    assert other[0] == 0 and "tokens/s" in other[2]
-    assert "is not the class of" in program(sample, "../runs/hmamba_D_8_L_1_H_1_N_2-text-tiny-s1", "--model", "mygru.py:MyGRU")[2]
-    assert "unknown here" in program(diagnose, f"../{run}", "--prompt", "x", "--model", "mygru.py:MyGRU")[1]
-    assert "differs from" in program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU:D=4")[2]
-    code, out, _ = program(train, "--resume", f"../{run}", "--model", "../lib/mygru.py:MyGRU")
-    assert code == 0 and f"python sample.py ../{run} --model ../lib/mygru.py:MyGRU)" in out  # as it was typed
-    assert program(train, "--resume", f"../{run}", "--model", "mygru.py:MyGRU", "--eval_only")[0] == 0
-    assert "| MyGRU D=8 |" in report.training_report([report.read_log(f"../{run}")])[0]
-    code, out, _ = program(tasks, *QUICK, "--model", "mygru.py:MyGRU:L=1")
-    assert code == 0 and Path("here/MyGRU_L_1-mod3-s42").exists()
+    run = f"../{run}"
+    assert "tokens/s" in program(sample, run, "--model", spec, "--length", 9)[2]
+    assert "unknown here" in program(diagnose, run, "--prompt", "x", "--model", spec)[1]
+    assert "differs from" in program(train, "--resume", run, "--model", f"{spec}:D=4")[2]
+    code, out, _ = program(train, "--resume", run, "--model", "../lib/mygru.py:MyGRU")
+    assert code == 0 and f"python sample.py {run} --model ../lib/mygru.py:MyGRU)" in out  # as it was typed
+    assert program(train, "--resume", run, "--model", spec, "--eval_only")[0] == 0
+    assert "| MyGRU D=8 |" in report.training_report([report.read_log(run)])[0]
+    assert program(tasks, *QUICK, "--model", f"{spec}:L=1")[0] == 0 and Path("here/MyGRU_L_1-mod3-s42").exists()
 
 
 def test_a_file_may_vary_our_models(program, gru, no_curves):
@@ -4661,55 +4596,47 @@ def test_a_file_may_vary_our_models(program, gru, no_curves):
     assert issubclass(model_class, htransformer.HTransformer) and (config.D, config.score) == (512, "softmax")
     assert sample.import_models("lib/mine.py:Wide", (csp.Model,)) == "mine.py:Wide"
     assert tasks.build("mine.py:Wide:d=4", "mod3", [1, 2])(torch.zeros(2, 1, 3, dtype=torch.int64)).shape == (2, 1, 3, 3)
-    flat = gru.replace("self.layers", "self.blocks")
-    Path("lib/flat.py").write_text(flat)
-    small = ["--data", "text.txt", "--steps", 2, "--batch", 2, "--seq", 16, "--eval_seqs", 2, "--out", "run"]
-    assert program(train, "--model", "lib/flat.py:MyGRU:D=8", *small)[0] == 0
+    Path("lib/flat.py").write_text(gru.replace("self.layers", "self.blocks"))
+    assert program(train, "--model", "lib/flat.py:MyGRU:D=8", *SHORT, "--out", "run")[0] == 0
     assert [e["layers"] for e in report.read_log("run") if e["event"] == "grad"] == [[]]
     assert "| MyGRU D=8 |" in report.training_report([report.read_log("run")])[0]
 
 
-GRU_FAULTS = [  # what is replaced in the example, and what is said of it
-    ([], ":MyGRU:D=x", "D=x is not int"), ([], ":MyGRU:W=1", "no setting 'W=1'; known: D=, L="), ([], ":MyGru", "did you mean MyGRU?"),
-    ([("V: int = 256", "V: int")], ":MyGRU", "no Config, a dataclass whose fields have defaults"),
-    ([("V: int", "W: int")], ":MyGRU", "one of them V"),
-    ([("@dataclass", "")], ":MyGRU", "no Config, a dataclass"),
-    ([("def forward", "def call"), ("def init_state", "def begin")], ":MyGRU", r"no forward\(.*; no init_state\("),
-    ([("def init_state", "def begin"), ("self.init_state", "self.begin"), ("return logits, loss", "return x, loss")], ":MyGRU",
-     r"no init_state.*; logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)"),
-    ([("self.init_state", "self.begin")], ":MyGRU", r"forward\(idx, targets\): AttributeError: .*begin.* \(mygru.py, line \d\d\)"),
-    ([("return logits, loss, states", "return logits, loss")], ":MyGRU",
-     r"forward\(idx, targets\): must return logits, loss and state$"),
-    ([("targets.flatten())", 'targets.flatten(), reduction="none")')], ":MyGRU", "a loss that is no finite number"),
-    ([("self.head =", "self.more = self.head =")], ":MyGRU", None),  # no fault: one tensor under two names
-    ([("self.config =", "self.unused, self.config = nn.Linear(2, 2),")], ":MyGRU", "without a gradient: unused.weight, unused.bias"),
-    ([("batch_first=True", "batch_first=True, bidirectional=True"), ("x = x + y", "x = x + y.unflatten(2, (2, -1)).sum(2)"),
-      ("new_zeros(1", "new_zeros(2")], ":MyGRU", "in pieces, with the state carried on, a text has other logits"),
-    ([("states.append(h)", "states.append(h * 0)")], ":MyGRU", "in pieces, with the state carried on"),
-    ([("import nn", "import nm")], ":MyGRU", r"cannot import lib/mygru.py: ImportError: .*\(mygru.py, line 4\)"),
-    ([("def __init__(self", "def __init__(self,")], ":MyGRU", "cannot import lib/mygru.py: SyntaxError"),
+GRU_FAULTS = [  # what is said, of which class, and what is replaced in the example
+    ("D=x is not int", "MyGRU:D=x"), ("no setting 'W=1'; known: D=, L=", "MyGRU:W=1"), ("did you mean MyGRU?", "MyGru"),
+    ("no Config, a dataclass whose fields have defaults, one of them V", "MyGRU", ("V: int = 256", "V: int")),
+    ("one of them V", "MyGRU", ("V: int", "W: int")),
+    ("no Config, a dataclass", "MyGRU", ("@dataclass", "")),
+    (r"no forward\(.*; no init_state\(", "MyGRU", ("def forward", "def call"), ("def init_state", "def begin")),
+    (r"logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)", "MyGRU", ("return logits, loss", "return x, loss")),
+    (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", "MyGRU", ("self.init_state", "self.begin")),
+    ("expected 3, got 2", "MyGRU", ("return logits, loss, states", "return logits, loss")),
+    ("a loss that is no finite number", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="none")')),
+    ("without a gradient: unused.weight, unused.bias", "MyGRU", ("self.config =", "self.unused, self.config = nn.Linear(2, 2),")),
+    ("in pieces, with the state carried on, a text has other logits", "MyGRU", ("new_zeros(1", "new_zeros(2"),
+     ("batch_first=True", "batch_first=True, bidirectional=True"), ("x = x + y", "x = x + y.unflatten(2, (2, -1)).sum(2)")),
+    ("in pieces, with the state carried on", "MyGRU", ("states.append(h)", "states.append(h * 0)")),
+    (r"cannot import lib/mygru.py: ImportError: .*\(mygru.py, line 4\)", "MyGRU", ("import nn", "import nm")),
+    ("cannot import lib/mygru.py: SyntaxError", "MyGRU", ("def __init__(self", "def __init__(self,")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "spec", "message"), GRU_FAULTS)
-def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, changes, spec, message):
-    """Before anything is made; the random numbers are those of a program that did not look."""
+@pytest.mark.parametrize("row", GRU_FAULTS, ids=lambda row: row[0])
+def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row):
+    """Before anything is made. A tried step leaves the random numbers; one tensor under two names is no fault."""
+    message, spec, *changes = row
+    Path("lib/twice.py").write_text(gru.replace("self.head =", "self.more = self.head ="))
+    before, drawn = content("."), torch.get_rng_state()
+    assert sample.step_faults(*sample.parse_spec(sample.import_models("lib/twice.py:MyGRU"), "tiny", 256)) == []
+    assert torch.equal(torch.get_rng_state(), drawn)
     for old, new in changes:
         assert old in gru
         gru = gru.replace(old, new)
     Path("lib/mygru.py").write_text(gru)
-    torch.manual_seed(5)
-    before, drawn = torch.get_rng_state(), content(".")
-    if message is None:
-        assert sample.import_models("lib/mygru.py:MyGRU") == "mygru.py:MyGRU"
-        assert sample.step_faults(*sample.parse_spec("mygru.py:MyGRU", "tiny", 256)) == []
-        assert torch.equal(torch.get_rng_state(), before)
-        return
     monkeypatch.setattr(train, "train", lambda *_: pytest.fail("it trained"))
-    code, out, err = program(train, "--model", f"hmamba,lib/mygru.py{spec}", "--data", "text.txt")
+    code, out, err = program(train, "--model", f"hmamba,lib/mygru.py:{spec}", "--data", "text.txt")
     assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err), err
-    made = {path.parts[0] for path in content(".").keys() - drawn.keys()}
-    assert made <= {"cache", "lib"}  # of corpora, and of Python
+    assert {path.parts[0] for path in content(".").keys() - before.keys()} <= {"cache", "lib"}  # of corpora, and of Python
 
 
 # ----------------------------------------------------------------------------------------------------------------------
