@@ -6,12 +6,11 @@
     python data.py FILE --column content    of a parquet or JSON lines file another column than `text`
     python data.py owt --verify             compares size and hash with what was prepared
 
-corpus    one flat file of tokens (bytes: 256 of them), memory-mapped: it may be larger than memory. It is made whole or
-          not at all, in a folder of its own, where meta.json records how far that came
+corpus    one flat file of tokens (bytes: 256 of them), memory-mapped. It is made whole or not at all, in a folder where
+          meta.json records how far that came
 file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
           it. Its first 64 kB show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
-folder    its files, one after another, sorted by path. Hidden names, caches, folders of runs and what holds no text as
-          it is are left out: the console and the log of a run say so
+folder    its files, sorted by path. Hidden names, caches, links, folders of runs and what holds no text are left out
 split     the first 90 % is train, the next 5 % val, the last 5 % test; wikitext103 has its own
 window    k covers tokens k*seq .. k*seq+seq, its targets lie one token on; a split holds n = (len-1) // seq windows
 order     sequence j of step s is window perm(seed, epoch)[(s*batch + j) mod n]: a pure function of the step, so ranks
@@ -26,45 +25,35 @@ import itertools
 import json
 import mmap
 import os
-import random
 import re
 import shlex
-import shutil
 import socket
-import stat
 import sys
 import sysconfig
 import time
-import unicodedata
 import uuid
 import zipfile
 import zlib
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 try:
-    from tqdm import tqdm
-except ValueError:  # a variable TQDM_... that should be a number
-    for name in [name for name in os.environ if name.startswith("TQDM_")]:
-        del os.environ[name]
-    from tqdm import tqdm
+    import fcntl
+except ImportError:  # Windows: no locks
+    fcntl = None
 
 # requests, pyarrow and torch are imported where they are used: together they take over a second.
 
-NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # what pip installed, and tests
 SPLITS = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}  # from, to: percent of the tokens
 
 
 class InputError(Exception):
     """A mistake of the user's: printed as one line, exit code 2."""
-
-
-class DataChanged(InputError):
-    """The file of a corpus is no longer the one that a run began with."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,24 +66,14 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (see {self.prog} --help)")
 
 
-@contextmanager
-def may_fail(stream):
-    """What the block writes to a stream that takes no more is lost, as is all that follows, and ends nothing."""
-    try:
-        yield
-    except (OSError, ValueError):  # full, its reader or terminal is gone, or closed
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 class Extra:
-    """stderr as it is now, for what no program needs: see may_fail."""
+    """stderr as it is now, for notes and progress bars: what it does not take is lost, and ends nothing."""
 
     def __getattr__(self, name):
         return getattr(sys.stderr, name)
 
     def write(self, text=""):
-        with may_fail(sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # full, closed, none at all
             sys.stderr.write(text)
             sys.stderr.flush()
 
@@ -110,25 +89,18 @@ def note(text):
     tqdm.write(text, file=EXTRA)
 
 
-@lru_cache
-def note_once(text):
-    """A note that is the same for every load: once, and of the processes of a torchrun by the first alone."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0":
-        note(text)
+note_once = lru_cache(note)
 
 
 def command_line(main, silent=False):
     """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream
     that is closed, or cannot show a character, stops nothing. silent: another rank prints what went wrong."""
-    if sys.stdout is None or sys.stderr is None:
-        nowhere = open(os.devnull, "w")  # noqa: SIM115  open as long as the program runs
-        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # `| head` has seen enough
         pass
     except (InputError, OSError) as e:
@@ -143,9 +115,12 @@ def command_line(main, silent=False):
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        for stream in (sys.stdout, sys.stderr):  # else Python would end with the code 120
-            with may_fail(stream):
-                stream.flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                print(end="", file=stream, flush=True)
+            except (OSError, ValueError):  # it takes no more: Python would end with the code 120
+                with suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -164,6 +139,11 @@ def needs(package):
         yield
     except ImportError as e:
         raise InputError(f"{package} cannot be imported ({e}): pip install {package}") from e
+
+
+def one_line(error):
+    """What an exception says, in a line, without the exceptions around it."""
+    return " ".join(str(error).rpartition("Caused by ")[2].split())[:200]
 
 
 def cache_dir():
@@ -215,7 +195,6 @@ class Corpus:
     file: object = None  # the mapped file, held open: its path may become the name of another one
     stamp: tuple | None = None  # (size, mtime_ns, ctime_ns) of it when it was mapped
     left_out: str = ""  # what the folder or archive holds besides, and why that is no data
-    verified: bool = False  # its hash was compared with that of what was prepared
 
     @cached_property
     def sha256(self):
@@ -229,22 +208,18 @@ class Corpus:
         return said | ({"left_out": self.left_out} if self.left_out else {})
 
     def check_unchanged(self):
-        """Raises DataChanged if size and times of change of the mapped file are no longer what they were; where only
-        the times differ, its hash decides, if that was read before. Takes a microsecond."""
-        now, was = stamp_of(self.file.fileno()), self.stamp
-        if now == was:
-            return
-        known = self.record.get("sha256") or self.__dict__.get("sha256")
-        same = now[0] == was[0] and hash_file(self.path, self.file) == known if known else now[:2] == was[:2]
-        if not same:
-            how = "was written to" if now[0] == was[0] else f"has {now[0]:,} bytes instead of {was[0]:,}"
-            raise DataChanged(f"{self.path} {how} since the run began: put the text back and resume, or run it anew")
-        self.stamp = now
+        """Raises InputError if the mapped file is no longer what it was when the run began: if its size is another, or
+        its times of change and its hash are. Takes a microsecond."""
+        now = stamp_of(self.file.fileno())
+        if now != self.stamp:
+            known = self.record.get("sha256") or self.__dict__.get("sha256")
+            same = hash_file(self.path, self.file) == known if known else now[1] == self.stamp[1]
+            if now[0] != self.stamp[0] or not same:
+                raise InputError(f"{self.path} was changed since the run began: put the text back, or begin anew")
+            self.stamp = now
 
     def split(self, name):
-        """The tokens of "train", "val" or "test", a view of the map. Raises InputError for any other name."""
-        if name not in SPLITS:
-            raise InputError(f"unknown split {name!r}: choose one of {', '.join(SPLITS)}")
+        """The tokens of "train", "val" or "test", a view of the map."""
         if splits := self.record.get("splits"):
             return self.tokens[slice(*(place // self.tokens.itemsize for place in splits[name]))]
         return self.tokens[slice(*(len(self.tokens) * percent // 100 for percent in SPLITS[name]))]
@@ -259,10 +234,9 @@ class Source:
     """One file to make a corpus of."""
 
     url: str  # or the path of a file or folder here
-    size: int | None = None  # bytes; None: what the server says
-    sha256: str | None = None  # in hex; None: as the hub lists it. Of a .zip: of what is packed in it
+    size: int | None = None  # bytes
+    sha256: str | None = None  # in hex; None, also for the size: what the hub says
     split: str | None = None  # that it belongs to, if the corpus comes with splits of its own
-    mirrors: tuple = ()  # more URLs
 
 
 @dataclass(frozen=True)
@@ -289,8 +263,8 @@ WIKITEXT = f"{HUB}/datasets/Salesforce/wikitext/resolve/b08601e04326c79dfdd32d62
 NAMED = {
     "stdlib": Recipe("the .py files of the running Python's standard library"),
     "enwik8": Recipe("the first 100 MB of English Wikipedia, as XML", (
-        Source("http://mattmahoney.net/dc/enwik8.zip", mirrors=("https://data.deepai.org/enwik8.zip",),
-               sha256="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"),
+        Source("http://mattmahoney.net/dc/enwik8.zip", 36_445_475,
+               "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"),
     ), size=100_000_000, download=36_445_475, disk=136_445_475),
     "owt": Recipe("OpenWebText, its first 3 GB", tuple(
         Source(f"{OWT}train-{i:05}-of-00080.parquet", size, sha256) for i, (size, sha256) in enumerate((
@@ -326,187 +300,95 @@ NAMED = {
 # Downloading
 
 TIMEOUT = 10, 60  # seconds to connect, and without a byte
-TRIES = 6  # in a row without a megabyte gained, over all places that have the file
-BACKOFF = 1.0  # seconds after the first failure, doubled after each further one
-LONGEST_WAIT = 900  # seconds that a server may ask for
-MAY_PASS = {401, 403, 408, 416, 425, 429}  # a signed URL that expired, a crowded server, ...; and all from 500 on
+TRIES = 6  # of a request; and in a row without a megabyte gained
+BACKOFF = 1.0  # seconds, doubled after each further failure
+MAY_PASS = {408, 429, *range(500, 600)}  # a server that is crowded, or at fault
 
 
-def request(url, start=0):
-    """The answer that holds a file from byte `start` on. Raises RequestException, or InputError if nothing helps."""
+def request(url, path, start=0):
+    """The answer that holds a file from byte `start` on. Faults that may pass are tried again, after the time that the
+    server asks for. Raises InputError, which says that a copy may be put at `path` by hand."""
     import requests
+    from urllib3 import Retry
 
     headers = {"User-Agent": "nanoHilbert", "Accept-Encoding": "identity"}
     headers |= {"Range": f"bytes={start}-"} if start else {}
     if url.startswith(f"{HUB}/"):
-        endpoint, token = os.environ.get("HF_ENDPOINT") or HUB, os.environ.get("HF_TOKEN", "").strip()
-        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
-            raise InputError(f"HF_ENDPOINT={endpoint!r} is no address: write https://HOST, or unset it")
+        url = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/") + url.removeprefix(HUB)
+        token = os.environ.get("HF_TOKEN", "").strip()
         if not re.fullmatch("[!-~]*", token):  # requests would show it
             raise InputError("HF_TOKEN holds a character that no token has, such as a blank or ...: copy it whole")
-        url = endpoint.rstrip("/") + url.removeprefix(HUB)
         headers |= {"Authorization": f"Bearer {token}"} if token else {}  # dropped on a redirect to another host
+    session = requests.Session()
+    for adapter in session.adapters.values():  # other: faults of certificates
+        adapter.max_retries = Retry(TRIES - 1, other=0, backoff_factor=BACKOFF, status_forcelist=MAY_PASS)
     try:
-        answer = requests.get(url, headers=headers, stream=True, timeout=TIMEOUT)
-    except (OSError, ValueError) as e:
-        if isinstance(e, requests.RequestException):
-            raise
-        raise InputError(f"cannot download {url}: {e}") from None  # a file of certificates that is none, ...
-    if answer.status_code not in (200, 206):
-        raise requests.HTTPError(f"HTTP status {answer.status_code}", response=answer)
-    if answer.headers.get("Content-Type", "").startswith("text/html"):
-        raise requests.RequestException("a web page instead of the file")
-    return answer
+        answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT)
+        answer.raise_for_status()
+        if answer.status_code != (206 if start else 200) or "text/html" in answer.headers.get("Content-Type", ""):
+            raise ValueError("the server sends something else")
+        return answer
+    except (OSError, ValueError) as e:  # those of requests are OSErrors
+        raise InputError(f"cannot download {url} ({one_line(e)}): run again later, to go on where it stopped, or put a "
+                         f"copy as {path.name} into {path.parent}") from None  # fmt: skip
 
 
-def retry(action, url, path, tries, position=lambda: 0):
-    """Returns what action() returns, once it succeeds; pauses between the tries, as long as the server asks to.
-    Raises InputError after `tries` in a row without a megabyte gained; position() tells how many bytes have come."""
-    with needs("requests"):
-        import requests
-        from urllib3 import Retry
-        from urllib3.exceptions import InvalidHeader
-
-    failures = 0
-    while True:
-        received = position()
-        try:
-            return action()
-        except requests.RequestException as e:
-            failures = 1 if position() - received >= 1 << 20 else failures + 1
-            reason = " ".join(str(e).rpartition("Caused by ")[2].split())[:200]
-            lasts = isinstance(e, ValueError) or "certificate" in str(e)  # a URL that is none, ...
-            status = 400 if lasts else 500 if e.response is None else e.response.status_code
-            wait = BACKOFF * 2 ** (failures - 1) * random.uniform(0.75, 1.25)  # not in step with others
-            if status in (429, 503):  # `Retry-After`, or the hub's `RateLimit: "api";r=0;t=55`
-                limit = re.search(r"\bt=(\d+)", e.response.headers.get("RateLimit", ""))
-                wait = int(limit[1]) if limit else wait
-                with suppress(InvalidHeader):
-                    wait = Retry().get_retry_after(e.response.raw) or wait
-            if wait > LONGEST_WAIT:
-                reason, status = f"{reason}, asks to wait {wait:.0f} s", 400
-            if failures == tries or (status < 500 and status not in MAY_PASS):
-                raise InputError(f"cannot download {url} ({reason}): run again later, which goes on where it stopped, "
-                                 f"or fetch {path.name} by hand and put it into {path.parent}") from None  # fmt: skip
-            note(f"{path.name}: {reason}; trying again in {wait:.1f} s")
-            time.sleep(wait)
-
-
-def look_up(url):
-    """Size in bytes and SHA-256 of the file at url: of one of the hub as the list of its folder says, or else None."""
-    if not url.startswith(f"{HUB}/"):
-        with request(url) as answer:
-            return int(answer.headers.get("Content-Length", 0)), None
-    repository, revision, file = re.fullmatch("(.*)/resolve/([^/]*)/(.*)", url.removeprefix(HUB)).groups()
-    with request(f"{HUB}/api{repository}/tree/{revision}/{os.path.dirname(file)}") as answer:
-        with suppress(KeyError, TypeError, StopIteration):
-            entry = next(e for e in answer.json() if e["path"] == file)
-            return entry["size"], entry["lfs"]["oid"]
-    return None, None
-
-
-def download(url, size, sha256, path, tries):
-    """Fetches the file at url to path: whole and verified, or not at all. sha256: of a .zip that of its content.
-    What has come is kept for later calls, in a .part file tied to url, size and hash."""
-    import requests
-
-    tie = hashlib.sha256(f"{url}\0{size}\0{sha256}".encode()).hexdigest()[:12]
-    part = path.with_name(f"{path.name}.{tie}.part")
-    with open(part, "ab") as f, progress(total=size, desc=path.name) as bar:
-
-        def restart():
-            f.seek(0)
-            f.truncate()
-            bar.reset()
-
-        def transfer():
-            if (start := f.tell()) == size:
-                return
-            with request(url, start) as answer:
-                if answer.status_code == 200 and start:  # it sends the whole file
-                    restart()
-                elif not answer.headers.get("Content-Range", f"bytes {start}-").startswith(f"bytes {start}-"):
-                    raise requests.RequestException("another part than was asked for")
-                for chunk in answer.iter_content(1 << 16):
-                    bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
-            if f.tell() < size:
-                raise requests.RequestException("the connection ended early")
-
-        bar.update(f.tell())  # from an earlier call
-        for last in (False, True):
-            retry(transfer, url, path, tries, f.tell)
-            f.flush()
-            if (found := content_sha256(part)) == sha256:
-                break
-            restart()
-            if last:
-                raise InputError(f"{url} came damaged, twice (SHA-256 {found} instead of {sha256}): run again later")
-            note(f"{path.name} came damaged: fetching it once more")
-        os.fsync(f.fileno())
-    os.replace(part, path)
-    for old in path.parent.glob(f"{path.name}.*.part"):  # of a file that it was before
-        old.unlink()
+def look_up(url, path):
+    """Size in bytes and SHA-256 of a file of the hub, as its redirect to the storage says."""
+    with request(url, path) as answer:
+        for step in (*answer.history, answer):
+            if "X-Linked-Etag" in step.headers:
+                return int(step.headers["X-Linked-Size"]), step.headers["X-Linked-Etag"].strip('"')
+    raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256: unset HF_ENDPOINT")
 
 
 def obtain(source, path):
-    """Brings a source to path, verified, unless it was put there by hand. Returns its SHA-256."""
+    """Brings a source to path, whole and verified, or not at all; a file put there by hand is compared. Returns its
+    SHA-256. What has come of a download is kept for later calls, in a .part file tied to the hash."""
     if path.exists():
-        found, sha256 = content_sha256(path), source.sha256
-        if not sha256:
-            with suppress(InputError):  # without a network whoever put it there is to be trusted
-                _, sha256 = retry(partial(look_up, source.url), source.url, path, TRIES)
-        if found and sha256 in (None, found):
-            return found
-        os.replace(path, f"{path}.bad")
-        note(f"{path} is not the right file (SHA-256 {found} instead of {sha256}): renamed to {path.name}.bad")
-    urls = source.url, *source.mirrors
-    tries = TRIES // len(urls)
-    for url in urls:
-        try:
-            size, told = (source.size, None) if source.size else retry(partial(look_up, url), url, path, tries)
-            sha256 = source.sha256 or told
-            if not sha256 or not size:
-                raise InputError(f"cannot verify {url}, as the server does not tell its SHA-256: unset HF_ENDPOINT")
-            note(f"downloading {url} ({size / 1e6:,.1f} MB)")
-            download(url, size, sha256, path, tries)
-            return sha256
-        except InputError as e:
-            if url == urls[-1]:
-                raise
-            note(str(e))
+        if (found := hash_file(path)) != (source.sha256 or found):
+            raise InputError(f"{path} is not the right file (SHA-256 {found} instead of {source.sha256}): remove it")
+        return found
+    import requests
+
+    note(f"downloading {source.url}")
+    size, sha256 = (source.size, source.sha256) if source.sha256 else look_up(source.url, path)
+    part, failures = path.with_name(f"{path.name}.{sha256[:12]}.part"), 0
+    with open(part, "ab") as f, progress(total=size, initial=f.tell(), desc=path.name) as bar:
+        while (begin := f.tell()) < size:
+            if failures == TRIES:
+                raise InputError(f"the connection to {source.url} always breaks: run again later, to go on")
+            time.sleep(BACKOFF * (2**failures - 1))
+            with request(source.url, path, begin) as answer:
+                with suppress(requests.RequestException):  # the connection breaks
+                    for chunk in answer.iter_content(1 << 16):
+                        bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
+            failures = 0 if f.tell() - begin >= 1 << 20 else failures + 1
+    if (found := hash_file(part)) != sha256:
+        part.unlink()
+        raise InputError(f"{source.url} came damaged (SHA-256 {found} instead of {sha256}): run again")
+    os.replace(part, path)
+    return sha256
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What files hold
 
 NOTHING = 'it holds no text to train on (--column "" takes the bytes of any file)'
-KINDS = {  # (offset, bytes) of what is no text: what it is, and how to make it one, or None if that is done here
-    (0, b"PK\3\4"): ("zip", None),
-    (0, b"PK\5\6"): ("zip", None),  # an empty one
-    (0, b"PAR1"): ("parquet", None),
-    (0, b"\x1f\x8b\x08"): ("gzip", "gunzip {}"),
-    (4, b"1AY&SY"): ("bzip2", "bunzip2 {}"),
-    (0, b"\xfd7zXZ\0"): ("xz", "unxz {}"),
-    (0, b"\x28\xb5\x2f\xfd"): ("Zstandard", "unzstd {}"),
-    (257, b"ustar"): ("tar archive", "tar -xf {}"),
-    (0, b"7z\xbc\xaf\x27\x1c"): ("7-Zip archive", "7z x {}"),
-    (0, b"Rar!\x1a\x07"): ("RAR archive", "unrar x {}"),
-    (0, b"SQLite format 3\0"): ("SQLite database", "sqlite3 {} .dump > FILE.txt"),
-    (0, b"%PDF-"): ("PDF", "pdftotext {}"),
-    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"): ("Office document", "soffice --convert-to txt {}"),
-    (0, b"\xff\xfe\0\0"): ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
-    (0, b"\xff\xfe"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
-    (0, b"\xfe\xff"): ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
-    (0, b"\x93NUMPY"): ("numpy array", "write GPT-2's tokens as little-endian uint16 to a file NAME.tokens"),
-}
-ZIPS = {  # the files that only such an archive holds; *: in its one folder
-    "*/data.pkl */version": ("checkpoint of PyTorch", NOTHING),
-    "[Content_Types].xml": ("Office document", "soffice --convert-to txt {}"),
-    "mimetype META-INF/container.xml": ("e-book", "pandoc -t plain {} > FILE.txt"),
-    "mimetype META-INF/manifest.xml": ("OpenDocument", "soffice --convert-to txt {}"),
+KINDS = {  # how the bytes of what is no text begin: what it is, and how to make it one; None: that is done here
+    rb"PK\x03\x04|PK\x05\x06": ("zip", None),
+    rb"PAR1": ("parquet", None),
+    rb"\x1f\x8b\x08": ("gzip", "gunzip {}"),
+    rb"BZh": ("bzip2", "bunzip2 {}"),
+    rb"\xfd7zXZ\0": ("xz", "unxz {}"),
+    rb"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd {}"),
+    rb".{257}ustar": ("tar archive", "tar -xf {}"),
+    rb"\xff\xfe\0\0": ("UTF-32 text", "iconv -f UTF-32 -t UTF-8 {} > FILE.txt"),
+    rb"\xff\xfe|\xfe\xff": ("UTF-16 text", "iconv -f UTF-16 -t UTF-8 {} > FILE.txt"),
+    rb"\x93NUMPY": ("numpy array", "write GPT-2's tokens as little-endian uint16 to a file NAME.tokens"),
 }
 CONTROLS = bytes({*range(32), 127} - {*b"\a\b\t\n\v\f\r\x1b"})  # as `file` judges
-LONGEST_LINE = 1 << 26  # bytes, of a JSON lines file
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # what pip installed, and tests
 
 
 def kind_of(file, column):
@@ -519,118 +401,82 @@ def kind_of(file, column):
     controls = len(head) - len(head.translate(None, CONTROLS))
     if b"\0" in head or 100 * controls > len(head) or head.startswith((b"\xff\xfe", b"\xfe\xff")) or tokens:
         other = ("GPT-2's tokens", None) if tokens else ("binary data", NOTHING)
-        kind, advice = next((found for (at, magic), found in KINDS.items() if head.startswith(magic, at)), other)
+        kind, advice = next((found for begins, found in KINDS.items() if re.match(begins, head, re.DOTALL)), other)
         if isinstance(file, zipfile.ZipExtFile) and not advice:
             return f"{kind} in a zip archive", "unzip it"
         if kind == "zip":
             with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told later
-                names = archive.namelist()
-                for members, found in ZIPS.items():
-                    if set(members.replace("*", "".join(names[:1]).partition("/")[0]).split()) <= set(names):
-                        return found
+                names = set(archive.namelist())
+                if {"data.pkl", "version"} <= {name.rpartition("/")[2] for name in names}:
+                    return "checkpoint of PyTorch", NOTHING
+                if names & {"[Content_Types].xml", "META-INF/container.xml", "META-INF/manifest.xml"}:
+                    return "Office document or e-book", "pandoc -t plain {} > FILE.txt"
         return kind, advice
     start, rows = head.removeprefix(codecs.BOM_UTF8).lstrip(), []
     if re.match(rb'\[\s*\{(?s:.*?)%s\s*:' % re.escape(json.dumps(column)).encode(), start):
         return "JSON array", "jq -c '.[]' {} > FILE.jsonl"
     if start.startswith(b"{"):  # one object a line; of a single one it must be told by the column
         file.seek(0)
-        lines = filter(bytes.strip, iter(partial(file.readline, LONGEST_LINE), b""))
-        with suppress(ValueError, RecursionError):
-            rows.extend(itertools.islice(filter(None, map(json.loads, lines)), 2))  # the first that are not empty
+        with suppress(ValueError, RecursionError):  # the first two that are not empty
+            rows.extend(itertools.islice(filter(None, map(json.loads, filter(bytes.strip, file))), 2))
         if rows and isinstance(rows[0], dict) and column in rows[0]:
             return "JSON lines", None
         if len(rows) == 2 and all(isinstance(row, dict) for row in rows):
-            strings = ", ".join(name for name, value in rows[0].items() if isinstance(value, str))
-            advice = 'name its column with --column, or "" for the lines as they are'
-            return f"JSON lines without a column {column}", f"{advice}: {strings or 'its first line has no string'}"
+            return f"JSON lines without a column {column}", 'name one with --column, or "" for the lines as they are'
     return "bytes", None
-
-
-def leave_out(left, name, kind, advice=NOTHING):
-    advice = advice.replace("{}", "FILE").partition(":")[0]  # without the columns, which differ from file to file
-    left.setdefault(kind if advice == NOTHING else f"{kind} ({advice})", []).append(name)
-
-
-def describe(left):
-    """What was left out, {why: names}, in a line."""
-    more = {why: f" and {len(names) - 3:,} more" if len(names) > 3 else "" for why, names in left.items()}
-    return "; ".join(f"{why}: {', '.join(sorted(names)[:3])}{more[why]}" for why, names in sorted(left.items()))
 
 
 def is_run(folder):
     """Whether a folder is that of a run: its log and checkpoints grow with the run that reads it, and are no data."""
-    log, header = folder / "log.jsonl", b'{"event": "header"'
-    if not log.is_file():
+    if not (folder / "log.jsonl").is_file():
         return False
-    with open(log, "rb") as file:
-        return file.read(len(header)) == header or any(folder.glob("*.pt"))
+    with open(folder / "log.jsonl", "rb") as log:
+        return log.read(18) == b'{"event": "header"'
 
 
-def is_report(path):
-    """Whether a file holds the tables of report.py, diagnose.py or tasks.py."""
-    first = rb"Data: .*SHA-256|Runs of \d+ kinds|Trained at length \d+ for|### (Effective rank|Repetition|Phase coh)"
-    with open(path, "rb") as file:
-        return re.match(first, file.readline(1000)) is not None
+def why_left_out(path, root, stdlib):
+    """Why a file or folder below root is no data, or None. Raises InputError for a link out of root."""
+    if path.name.startswith(".") or stdlib and path.name in NOT_STDLIB:
+        return "hidden"
+    if stdlib and path.is_file():  # of which a distribution may have made some a link
+        return None if path.suffix == ".py" else "no source"
+    if path.is_symlink():
+        if not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):  # any of the user's files
+            raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
+        return "link"  # what it leads to is read where it lies
+    if not path.is_dir():
+        return None if path.is_file() else "not a regular file"
+    if path == cache_dir() or path.name == "__pycache__" or (path / "pyvenv.cfg").exists():
+        return "cache"
+    return "folder of a run" if is_run(path) else None
 
 
 def list_files(root, stdlib=False):
     """[(path below root, *stamp_of), ...] of a folder or file, sorted by path; and what is left out, {why: names}."""
+    files, left, todo = [], {}, [root]
     if not root.is_dir():
-        return [("", *stamp_of(root))], {}
-    files, left, todo, own, output = [], {}, [root], cache_dir(), []
-    for stream in (1, 2):  # what this program prints may go into the folder
-        with suppress(OSError):
-            output.append(os.fstat(stream))
-    if own.is_relative_to(root):  # named before it exists as well: what is left out is the same at every load
-        leave_out(left, own.relative_to(root).as_posix(), "cache")
+        return [("", *stamp_of(root))], left
     while todo:
         for path in todo.pop().iterdir():
-            name, link, why = path.relative_to(root).as_posix(), path.is_symlink(), None
-            if stdlib and (path.name in NOT_STDLIB or not (path.is_dir() or (path.suffix == ".py" and path.is_file()))):
-                continue
-            if path.name.startswith("."):
-                why = "hidden"
-            elif link and not path.exists():
-                why = "broken link"
-            elif link and not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):
-                # It could pull any of the user's files into a downloaded folder. Python's own folder is trusted.
-                raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
-            elif any(os.path.samestat(path.stat(), stream) for stream in output):
-                why = "output of this program"
-            elif path.is_file() and path.name == "tables.md" and is_report(path):
-                why = "tables of runs"
-            elif path.is_file():
-                files.append((name, *stamp_of(path)))
-            elif not path.is_dir():
-                raise InputError(f"{path} is not a regular file: remove it from the folder")
-            elif is_run(path):
-                why = "folder of a run"
-            elif path.name == "__pycache__" or (path / "pyvenv.cfg").exists():
-                why = "cache"
-            elif link:
-                why = "another name of what is here"
-            elif path != own:
+            name = path.relative_to(root).as_posix()
+            if why := why_left_out(path, root, stdlib):
+                left.setdefault(why, []).append(name)
+            elif path.is_dir():
                 todo.append(path)
-            if why:
-                leave_out(left, name, why)
-    if stdlib:
-        return sorted(files), {}
-    places = {}  # the first name of each file, one that is no link if there is such
-    for file in sorted(files, key=lambda file: ((root / file[0]).is_symlink(), file)):
-        info = (root / file[0]).stat()
-        if places.setdefault((info.st_dev, info.st_ino or file[0], *file[1:]), file) != file:
-            leave_out(left, file[0], "another name of what is here")
-    return sorted(places.values()), left
+            else:
+                files.append((name, *stamp_of(path)))
+    return sorted(files), {} if stdlib else left
 
 
 def read_source(recipe, _, root, left):
     """Yields the texts of a file, or of the files of a folder; adds to `left` what holds none as it is."""
-    files, _ = list_files(root, recipe.origin == "stdlib")
+    stdlib = recipe.origin == "stdlib"
+    files, _ = list_files(root, stdlib)
     for name, *_ in files:
         path = root / name if name else root
         with explain(f"read {path}"), open(path, "rb") as file:
             yield from read_file(file, path, name or root.name, recipe, left)
-    if recipe.origin and list_files(root, recipe.origin == "stdlib")[0] != files:
+    if recipe.origin and list_files(root, stdlib)[0] != files:
         raise InputError(f"{root} changed while it was read: run again when nothing writes to it")
 
 
@@ -638,16 +484,14 @@ def read_file(file, path, name, recipe, left):
     """Yields the texts of an open file: documents, each with the separator, or bytes as they come."""
     (kind, advice), separator = kind_of(file, recipe.column), recipe.separator.encode()
     file.seek(0)
-    if advice:
-        leave_out(left, name, kind, advice)
-    elif kind == "GPT-2's tokens":
-        leave_out(left, name, kind, "name such a file alone")
+    if advice or kind == "GPT-2's tokens":
+        left.setdefault(kind, []).append(name)
     elif kind == "zip":
         yield from read_zip(file, path, name, recipe, left)
     elif kind == "parquet":
         yield from (text + separator for text in read_parquet(file, path, recipe.column))
     elif kind == "JSON lines":
-        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+        for number, line in enumerate(file, 1):
             try:
                 text = json.loads(line)[recipe.column] if line.strip() else None
                 if text is not None:
@@ -665,7 +509,7 @@ def read_zip(file, path, name, recipe, left):
             for member in sorted(archive.infolist(), key=lambda m: m.filename):  # nothing is unpacked under these names
                 inner = f"{name}/{member.filename}"
                 if "/." in f"/{member.filename}":
-                    leave_out(left, inner, "hidden")
+                    left.setdefault("hidden", []).append(inner)
                 elif not member.is_dir():
                     with archive.open(member) as f:
                         yield from read_file(f, path / member.filename, inner, recipe, left)
@@ -690,98 +534,59 @@ def read_parquet(file, path, column):
                 for batch in table.iter_batches(1000, row_groups=[group], columns=[column]):
                     yield from batch.column(0).cast(kind).cast(pa.large_binary()).drop_null().to_pylist()
     except pa.ArrowException as e:
-        raise InputError(f"{path} is not a readable parquet file ({' '.join(str(e).split())[:200]})") from None
-
-
-def content_sha256(path):
-    """SHA-256 of a source, in hex: of a zip archive that of its content. None if it cannot be read."""
-    with open(path, "rb") as file:
-        if file.read(2) != b"PK":
-            return hash_file(path)
-        digest = hashlib.sha256()
-        with suppress(InputError):
-            for text in read_file(file, path, path.name, Recipe(""), {}):
-                digest.update(text)
-            return digest.hexdigest()
+        raise InputError(f"{path} is not a readable parquet file ({one_line(e)})") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Preparing
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-
-def try_lock(file):
-    """Locks an open file for this process alone. Raises BlockingIOError or PermissionError if another one holds it."""
-    if fcntl:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    else:
-        import msvcrt
-
-        file.seek(1 << 30)  # far behind what the file says, which others may read
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-
 
 @contextmanager
-def hold(folder):
-    """A run folder for this process alone, until the block or the process ends. Its file `lock` says whose it is.
+def hold(folder, wait=False):
+    """A folder for this process alone, until the block or the process ends. Its file `lock` says whose it is.
 
-    Raises InputError, and touches nothing, if another process has it. A file system without locks is noted."""
+    wait: for another process that has it; else raises InputError, and touches nothing. That locks fail is noted."""
     path = Path(folder, "lock")
-    foreign = InputError(f"{path} is no lock of a run: move it away, or name another folder")
-    if path.is_symlink():
-        raise foreign
     with explain(f"write {path}"):
         f = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed below
     with f:
+        f.seek(0)
+        holder = f.read(200).strip()
+        if holder and not re.match(r"process \d+ on .* since ", holder):
+            raise InputError(f"{path} is no lock of this program: move it away, or name another folder")
         try:
-            try_lock(f)
+            if not fcntl:
+                raise OSError("this system has no locks")
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise
+                note(f"{folder} is in use by {holder}: waiting until that ends")
+                fcntl.flock(f, fcntl.LOCK_EX)
             if not os.path.samestat(os.fstat(f.fileno()), path.stat()):
                 raise BlockingIOError  # the one before ended this moment, and took the file with it
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            f.seek(0)
-            holder = f.read().strip() or "another process"
+        except (BlockingIOError, FileNotFoundError):
+            holder = holder or "another process"
             raise InputError(f"{folder} is in use by {holder}: wait until that ends, or name another folder") from None
         except OSError as e:
-            note(f"note: {folder} cannot be locked ({e.strerror}): start no second run in it")
-        f.seek(0)
-        if not re.match(r"process \d+ on .* since |$", f.read(200)):
-            raise foreign
+            note(f"note: {folder} cannot be locked ({e.strerror or e}): start no second run in it")
         f.truncate(0)
         f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         f.flush()
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows does not remove a file that is open
-                path.unlink()
-
-
-@contextmanager
-def writes_into(folder):
-    """Makes the folder; one process at a time, on this machine, is in the block. The lock ends with its process."""
-    with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "ab") as f:
-            for tries in itertools.count():
-                with suppress(BlockingIOError, PermissionError):
-                    try_lock(f)
-                    break
-                if tries == 0:
-                    note(f"another process prepares {folder}: waiting until it is done")
-                time.sleep(0.2)
-            yield
+            f.truncate(0)
+            if not wait:
+                with suppress(OSError):  # Windows does not remove a file that is open
+                    path.unlink()
 
 
 def read_record(path, recipe):
     """What meta.json says of the corpus that is made in path, or a new record. Raises InputError if it does not fit."""
-    sources = [[s.url, s.size, s.sha256, s.split] for s in recipe.sources]
-    new = {
-        "about": recipe.about,
-        "recipe": {"sources": sources, "separator": recipe.separator, "cut": recipe.cut},
+    record = {
+        "recipe": [[list(astuple(source)) for source in recipe.sources], recipe.separator, recipe.cut],
         "sources": [],  # those converted: url, SHA-256
         "cut": None,  # or the source in which it ends
         "splits": {},  # from, to: in bytes of the file, where the corpus has its own
@@ -791,14 +596,14 @@ def read_record(path, recipe):
     }
     meta = path.with_name("meta.json")
     try:
-        record = new | json.loads(meta.read_bytes())
+        kept = json.loads(meta.read_bytes())
+        if kept["recipe"] != record["recipe"]:
+            raise ValueError
+        return record if kept["sha256"] and not path.exists() else kept
     except (FileNotFoundError, NotADirectoryError):
-        return new
-    except (ValueError, TypeError):
-        raise InputError(f"{meta} is damaged: delete {path.parent} to prepare the corpus again") from None
-    if record["recipe"] != new["recipe"]:
-        raise InputError(f"{path.parent} was prepared in another way than now: delete it to prepare the corpus again")
-    return new if record["sha256"] and not path.exists() else record
+        return record
+    except (ValueError, TypeError, KeyError):
+        raise InputError(f"{meta} is damaged, or of another recipe: delete {path.parent} to prepare anew") from None
 
 
 def write_record(folder, record):
@@ -808,14 +613,6 @@ def write_record(folder, record):
 def build(path, recipe, record, read):
     """Makes a corpus in path, from where its record ends. Returns the finished record. read: see `prepare`."""
     folder, part = path.parent, path.with_name(f"{path.name}.part")
-    for old in folder.glob("meta.json.*.part"):  # of a process that was killed
-        old.unlink()
-    missing = recipe.disk - sum(f.stat().st_size for f in folder.iterdir() if f.suffix != ".bad")
-    if missing > (free := shutil.disk_usage(folder).free):
-        raise InputError(f"{folder} needs {missing:,} bytes more, and its disk has {free:,} free: make room, or let "
-                         "NANOHILBERT_DATA name another folder")  # fmt: skip
-    if not recipe.origin or recipe.disk > 1e8:
-        note(f"preparing {path} ({recipe.about})")
     if path.exists() and not part.exists():  # it was stopped before the last line of this function
         os.replace(path, part)
     with open(part, "ab") as out, progress(total=recipe.size or None, desc=f"preparing {path.name}") as bar:
@@ -855,36 +652,26 @@ def prepare(path, recipe, read, verify=False):
     read: a function of a source, its path and {why: names} of what it leaves out, that yields texts."""
     folder, record = path.parent, read_record(path, recipe)
     if not record["sha256"]:
-        with writes_into(folder):
-            record = read_record(path, recipe)  # another process may have made it meanwhile
-            try:
+        with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with hold(folder, wait=True):
+                record = read_record(path, recipe)  # another process may have made it meanwhile
                 record = record if record["sha256"] else build(path, recipe, record, read)
-            except BaseException:
-                for name in (f"{path.name}.part", "meta.json") if recipe.origin else ():  # to begin anew
-                    (folder / name).unlink(missing_ok=True)
-                raise
     with explain(f"read {path}"):
-        info = path.stat()
-    whole, moved = info.st_size == record["size"], info.st_mtime_ns != record["mtime_ns"]
-    if whole and (verify or moved):
-        whole = hash_file(path) == record["sha256"]
-        if whole and moved:  # a copy of it: not to be hashed at every start
-            with suppress(OSError):
-                write_record(folder, record | {"mtime_ns": info.st_mtime_ns})
-    if not whole:
-        raise InputError(f"{path} is damaged: it is not the {record['size']:,} bytes with SHA-256 {record['sha256']} "
-                         f"that were prepared; delete {folder} to prepare it again")  # fmt: skip
+        size, mtime_ns, _ = stamp_of(path)
+    if verify or (size, mtime_ns) != (record["size"], record["mtime_ns"]):
+        if size != record["size"] or hash_file(path) != record["sha256"]:
+            raise InputError(f"{path} is damaged: its size or SHA-256 is not the recorded one; delete {folder}")
+        with suppress(OSError):  # a copy of it: not to be hashed at every start
+            write_record(folder, record | {"mtime_ns": mtime_ns})
     return record
 
 
 def find(name_or_path, column="text"):
     """Finds a corpus without preparing it. A known name comes before a path: write ./stdlib for a file called so.
 
-    Returns: its name; the file to map; the recipe to make it of, or None if it is mapped where it lies; what a folder
-        holds besides, {why: names}."""
+    Returns: its name, the file to map, the recipe to make it of (None: it is there), what is left out, {why: names}."""
     stdlib = name_or_path == "stdlib"
-    if name_or_path in NAMED and column != "text":
-        raise InputError(f"--column {column!r}: {name_or_path} has no other columns; leave it out")
     if name_or_path in NAMED and not stdlib:
         return name_or_path, cache_dir() / name_or_path / f"{name_or_path}.bin", NAMED[name_or_path], {}
     given = Path(os.path.expanduser(sysconfig.get_paths()["stdlib"] if stdlib else name_or_path))
@@ -893,8 +680,8 @@ def find(name_or_path, column="text"):
     with explain(f"read {given}"):
         if not name_or_path or not given.exists():
             raise InputError(f"no corpus {str(name_or_path)!r}: give a name ({', '.join(NAMED)}), a file or a folder")
-        mode, root = given.stat().st_mode, given.resolve()
-        if stat.S_ISREG(mode):
+        root = given.resolve()
+        if given.is_file():
             with open(given, "rb") as file:
                 kind, advice = kind_of(file, column)
             if advice:
@@ -902,15 +689,14 @@ def find(name_or_path, column="text"):
                 raise InputError(f"{given} cannot be read as it is ({kind}): {advice}")
             if kind in ("bytes", "GPT-2's tokens"):
                 return name, given, None, {}
-        elif not stat.S_ISDIR(mode):
+        elif not given.is_dir():
             raise InputError(f"{given} is not a regular file or a folder: copy what you want of it into a file")
         elif root == cache_dir() or is_run(root):
-            kept = "a run and its checkpoints" if is_run(root) else "prepared corpora"
-            raise InputError(f"{given} is where {kept} are kept: name a file in it, or another folder")
+            raise InputError(f"{given} holds prepared corpora or a run: name a file in it, or another folder")
         files, left = list_files(root, stdlib)
     tie = hashlib.sha256(os.fsencode(f"{root}\0{column}\0{files}")).hexdigest()[:12]  # a folder that changed: a new one
-    about, size = NAMED["stdlib"].about if stdlib else str(root), sum(size for _, size, *_ in files)
-    recipe = Recipe(about, (Source(str(root)),), SEPARATOR, size=size, disk=size, column=column, origin=name_or_path)
+    size = sum(size for _, size, *_ in files)
+    recipe = Recipe("", (Source(str(root)),), SEPARATOR, size=size, column=column, origin=name_or_path)
     return name, cache_dir() / f"{name}-{tie}" / f"{name}.bin", recipe, left
 
 
@@ -918,53 +704,23 @@ def find(name_or_path, column="text"):
 # Tokens of GPT-2: byte pair encoding with a vocabulary of 50,257 (Radford et al. 2019)
 
 GPT2_VOCAB = 50257
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-VOCAB_BPE = Source(
-    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe", 456_318,
-    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    mirrors=("https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/vocab.bpe",
-             f"{HUB}/openai-community/gpt2/resolve/main/merges.txt"),
-)  # fmt: skip
 WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
 BLOCK = 200_000  # bytes encoded at once: longer strings are slower
 LONGEST_PIECE = 400_000  # bytes: tiktoken fails on a million blanks in a row, and takes memory for a long piece
+CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)  # up to where a blank follows: there every token ends
 TOKENS = ("bytes", "gpt2")
 
 
-@lru_cache(maxsize=1)
 def gpt2_encoding():
-    """The tiktoken.Encoding of GPT-2. Its merges are fetched on first use, verified, and kept in the cache folder."""
+    """The tiktoken.Encoding of GPT-2, which fetches its files on first use, verified, into the cache folder."""
     with needs("tiktoken"):
         import tiktoken
-    path = cache_dir() / "gpt2" / "vocab.bpe"
-    with writes_into(path.parent):
-        try:
-            obtain(VOCAB_BPE, path)
-        except InputError as e:
-            raise InputError(f"{e}; without a network put {VOCAB_BPE.url} as vocab.bpe into {path.parent}") from None
-    # Ids 0 to 255 are the bytes, those that print first; each merge is the next id. The file writes a byte as a letter.
-    order = sorted(range(256), key=lambda b: (not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b), b))
-    letters = {chr(b if i < 188 else 256 + i - 188): bytes([b]) for i, b in enumerate(order)}
-    ranks = {bytes([b]): i for i, b in enumerate(order)}
-    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
-        ranks[b"".join(letters[c] for c in line.replace(" ", ""))] = len(ranks)
-    special = {"<|endoftext|>": GPT2_VOCAB - 1}
-    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-
-
-# Where a piece of GPT2_PATTERN ends whatever follows: before blanks, before the last of several, and behind a word or
-# number. Over the categories of characters; Z: blanks, C: controls, and what a newer Unicode may call otherwise.
-CUT = re.compile("[^Z]Z|ZZ[^Z]|L[MNPS]|N[LMPS]")
-
-
-def last_cut(text, within):
-    """The last place that CUT allows in the last `within` characters of text, or 0."""
-    kinds = ""
-    for place in range(len(text) - 1, max(-1, len(text) - 1 - within), -1):
-        kinds = ("Z" if text[place] in "\t\n\v\f\r\x85" else unicodedata.category(text[place])[0]) + kinds[:2]
-        if CUT.match(kinds):
-            return place + 1
-    return 0
+    folder = os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(cache_dir() / "gpt2"))
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as e:
+        how = f"without a network copy {folder} from a machine where this was done"
+        raise InputError(f"GPT-2's tokens cannot be fetched ({one_line(e)}): {how}") from None
 
 
 def codec(vocab_size):
@@ -994,10 +750,10 @@ def encode_blocks(file, size, path, begin):
             text, _ = codecs.utf_8_decode(raw, "strict", last)
         except UnicodeDecodeError as e:
             raise InputError(f"{path} is not UTF-8 text: byte {begin + e.start:,}") from None
-        text = text if last else text[: last_cut(text, len(more) + 2)]  # what is before was not cut
+        if not last:
+            text = whole[0] if (whole := CUT.match(text)) else ""
         if not text and len(raw) > LONGEST_PIECE:
-            raise InputError(f"{path} cannot be cut into GPT-2's tokens: byte {begin:,} begins a word, or a blank, of "
-                             f"more than {LONGEST_PIECE:,} bytes; break it up")  # fmt: skip
+            raise InputError(f"{path}: from byte {begin:,} on no word ends for more than {LONGEST_PIECE:,}")
         yield encoding.encode_ordinary(text)
         used = len(text.encode())
         raw, begin = raw[used:], begin + used
@@ -1016,13 +772,12 @@ def tokenize(corpus, verify=False):
             yield np.array(tokens, "<u2").tobytes()
         corpus.check_unchanged()
         if corpus.name == "wikitext103" and source.split and count != WIKITEXT_TOKENS[source.split]:
-            raise InputError(f"{source.split} of WikiText-103 became {count:,} tokens instead of "
-                             f"{WIKITEXT_TOKENS[source.split]:,}: not the raw corpus?")  # fmt: skip
+            raise InputError(f"{source.split} of WikiText-103 became {count:,} tokens: not the raw corpus")
 
     path = cache_dir() / f"{corpus.name}-{corpus.sha256[:12]}-gpt2" / f"{corpus.name}.tokens"
     sources = tuple(Source(corpus.sha256, split=split) for split in splits)  # of the text: it may lie elsewhere
-    recipe = Recipe(f"{corpus.path} in GPT-2's tokens", sources, disk=len(corpus.tokens), origin=corpus.path)
-    return map_file(corpus.name, path, "<u2", prepare(path, recipe, read, verify), GPT2_VOCAB)
+    record = prepare(path, Recipe("", sources, origin=corpus.path), read, verify)
+    return map_file(corpus.name, path, "<u2", record, GPT2_VOCAB)
 
 
 def check_tokens(path):
@@ -1031,15 +786,11 @@ def check_tokens(path):
     for begin in range(0, size // 2, 1 << 22):
         counts += np.bincount(np.fromfile(path, "<u2", 1 << 22, offset=2 * begin), minlength=1 << 16)
     seen = counts.nonzero()[0] if size > 1 else counts[:1]
-    for wrong, why in (
-        (size % 2, f"it has {size:,} bytes"),
-        ((seen & 255).min() >= 9 and (seen >> 8).min() >= 9, "it is text"),  # which has no control characters
-        (seen[-1] >= GPT2_VOCAB, f"it holds {seen[-1]}, above {GPT2_VOCAB - 1}"),
-        (len(seen) == 1 or seen[-1] < 256, f"its numbers run from {seen[0]} to {seen[-1]}"),
-        (counts[0] * 8 > size, "a fourth of its numbers or more is 0, as in numbers of 4 bytes"),
-    ):
-        if wrong:
-            raise InputError(f"{path} is no file of GPT-2's tokens, little-endian uint16: {why}")
+    text = (seen & 255).min() >= 9 and (seen >> 8).min() >= 9  # which has no control characters
+    other = seen[-1] >= GPT2_VOCAB or seen[-1] < 256 or len(seen) == 1  # numbers of 1 byte, zeros, ...
+    if size % 2 or text or other or counts[0] * 8 > size:  # a fourth is 0: numbers of 4 bytes
+        numbers = f"it has {size:,} bytes, numbers from {seen[0]} to {seen[-1]}"
+        raise InputError(f"{path} is no file of GPT-2's tokens, little-endian uint16: {numbers}")
 
 
 def map_file(name, path, dtype, record, vocab_size=256):
@@ -1059,12 +810,12 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
         raise InputError(f"--seq must be at least 1, not {seq}")
     name, path, recipe, left = find(name_or_path, "text" if column is None else column)
     record = prepare(path, recipe, partial(read_source, recipe), verify) if recipe else {}
-    more = record.get("left_out", {})
-    left_out = describe({why: left.get(why, []) + more.get(why, []) for why in left | more})
+    left |= {why: left.get(why, []) + names for why, names in record.get("left_out", {}).items()}
+    first = {why: ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3) for why, names in sorted(left.items())}
+    left_out = "; ".join(f"{why}: {names}" for why, names in first.items())
     with explain(f"read {path}"):
-        if path.stat().st_size == 0:
-            besides = f" (left out: {left_out})" if left_out else ""
-            raise InputError(f"{name_or_path} holds nothing to train on: give a file or folder of text{besides}")
+        if not path.stat().st_size:
+            raise InputError(f"{name_or_path} holds no text to train on (left out: {left_out or 'nothing'})")
         ready = path.suffix.lower() == ".tokens" and not recipe
         if ready and tokens != "gpt2":
             raise InputError(f"{path} holds GPT-2's tokens, as its name says: add --tokens gpt2")
@@ -1073,16 +824,15 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
         corpus = map_file(name, path, "<u2" if ready else "u1", record, GPT2_VOCAB if ready else 256)
     if tokens == "gpt2" and not ready:
         corpus = tokenize(corpus, verify)
-    corpus.left_out, corpus.verified = left_out, verify and bool(recipe or corpus.path != path)
-    if left_out:
+    corpus.left_out = left_out
+    if left_out and os.environ.get("RANK", "0") == "0":
         note_once(f"{name_or_path}: left out {left_out}")
     if hasattr(mmap, "MADV_RANDOM"):  # else every window read from a cold disk drags in its whole neighbourhood
         corpus.tokens.base.madvise(mmap.MADV_RANDOM)
     shortest, unit = min(len(corpus.split(split)) for split in SPLITS), "tokens" if tokens == "gpt2" else "bytes"
     if shortest < seq + 1:
-        raise InputError(f"{name_or_path} is too short for --seq {seq}: each split needs {seq + 1} {unit}, the "
-                         f"shortest has {shortest}; lower --seq, or bring {20 * (seq + 1):,} {unit} in all (now "
-                         f"{len(corpus.tokens):,})")  # fmt: skip
+        needed = f"each split needs {seq + 1} {unit}, the shortest has {shortest}"
+        raise InputError(f"{name_or_path} is too short for --seq {seq}: {needed}; bring {20 * (seq + 1):,} in all")
     return corpus
 
 
@@ -1131,18 +881,6 @@ def eval_index(n, count):
     return np.arange(count) * n // count
 
 
-def status(name):
-    """Size of a named corpus, what it takes to prepare it, and how far that is."""
-    _, path, recipe, _ = find(name)
-    record = read_record(path, recipe)
-    if record["sha256"]:
-        return f"{record['size']:,} bytes, prepared"
-    cost = f"downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk, "
-    cost = "" if recipe.origin else cost
-    begun = f"prepared up to byte {record['size']:,}" if record["size"] else "not prepared yet"
-    return f"about {recipe.size:,} bytes, {cost}{begun}"
-
-
 def main():
     kept = "Prepared corpora are kept in $NANOHILBERT_DATA (default: data/ beside this file)."
     parser = Parser(description=__doc__, epilog=kept)
@@ -1150,21 +888,22 @@ def main():
     parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH", help=named)
     parser.add_argument("--seq", type=int, default=256, help="tokens in a window, of which each split needs one (256)")
     parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or GPT-2's BPE (default: bytes)")
-    text = "of parquet and JSON lines files: what holds the text (default: text); empty: the bytes of any file"
-    parser.add_argument("--column", default="text", help=text)
+    parser.add_argument("--column", default="text", help="of parquet, JSON lines (text); empty: the bytes of any file")
     parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
-    if args.corpus is None and args != parser.parse_args([]):
-        parser.error("name a corpus, a file or a folder")
     if args.corpus is None:
-        for name, recipe in NAMED.items():
-            print(f"{name:<12} {status(name)}: {recipe.about}")
+        for name in NAMED:
+            _, path, recipe, _ = find(name)
+            size = read_record(path, recipe)["sha256"] and f"{path.stat().st_size:,} bytes, prepared"
+            cost = f", downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk"
+            size = size or f"about {recipe.size:,} bytes, not prepared yet{cost if recipe.download else ''}"
+            print(f"{name:<12} {size}: {NAMED[name].about}")
         print("PATH         any file or folder: bytes, parquet, JSON lines, zip")
         return
     corpus = load(args.corpus, args.seq, args.verify, args.tokens, args.column)
-    unit, verified = "tokens" if args.tokens == "gpt2" else "bytes", ""
-    if args.verify:
-        verified = " (verified)" if corpus.verified else " (nothing was prepared that it could be compared with)"
+    unit, verified = "tokens" if args.tokens == "gpt2" else "bytes", " (verified)" if args.verify else ""
+    if args.verify and not corpus.record:
+        verified = " (nothing was prepared that it could be compared with)"
     print(f"name   {corpus.name}\nfile   {corpus.path}\nsize   {len(corpus.tokens):,} {unit}")
     print(f"sha256 {corpus.sha256}{verified}")
     for split in SPLITS:

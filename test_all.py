@@ -2085,6 +2085,7 @@ def cache(tmp_path, monkeypatch):
     """An empty folder to work in, and in it one for prepared corpora, which is not made yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "cache"))
+    data.note_once.cache_clear()
     return tmp_path / "cache"
 
 
@@ -2101,6 +2102,10 @@ def text(size, seed=0):
 
 def binary(size):
     return np.random.RandomState(0).bytes(size)
+
+
+def sha(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 def flip(content):
@@ -2155,70 +2160,48 @@ GZIP = b"\x1f\x8b\x08" + binary(9000)
 FAULTS = [  # what is made at the path x, the command line, what the message has to say
     (None, ["nope"], "no corpus 'nope': give a name (stdlib"),
     (None, [""], "no corpus ''"),
-    (None, ["no/such/file.txt"], "no corpus 'no/such/file.txt'"),
-    (None, ["n" * 300], "File name too long"),
     (None, ["/dev/zero"], "not a regular file"),
     (None, ["stdlib", "--frobnicate"], "unrecognized arguments: --frobnicate"),
     (None, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
-    (lambda x: x.touch(), ["x"], "x holds nothing to train on: give a file or folder of text\n"),
-    (lambda x: x.mkdir(), ["x"], "x holds nothing to train on: give a file or folder of text\n"),
-    (lambda x: write_tree(x, {".h": text(9000), ".git/a": text(9000)}), ["x"], "text (left out: hidden: .git, .h)\n"),
-    (lambda x: x.write_bytes(text(2000)), ["x"], "each split needs 257 bytes, the shortest has 100"),
-    (lambda x: write_tree(x, {"a": text(1000), "b": text(1000)}), ["x"], "bring 5,140 bytes in all (now 2,000)"),
-    (lambda x: x.write_bytes(text(2000)), ["x", "--seq", "10000000"], "each split needs 10000001 bytes"),
-    (os.mkfifo, ["x"], "not a regular file"),
-    (lambda x: os.mkfifo(write_tree(x, {"a": b""}) / "pipe"), ["x"], "pipe is not a regular file"),
-    (lambda x: (write_tree(x, {"a": b""}) / "zero").symlink_to("/dev/zero"), ["x"], "zero is a link out of"),
+    (lambda x: x.mkdir(), ["x"], "x holds no text to train on (left out: nothing)"),
+    (lambda x: write_tree(x, {".h": text(9000), ".git/a": text(9000)}), ["x"], "train on (left out: hidden: .git, .h)"),
+    (lambda x: x.write_bytes(text(2000)), ["x"], "257 bytes, the shortest has 100; bring 5,140 in all"),
     # "x-secret" begins with "x", yet is not in it
     (lambda x: (write_tree(x.parent, {"x/a": b"", "x-secret": b""}) / "x/b").symlink_to("../x-secret"), ["x"], "b is"),
-    (lambda x: x.symlink_to("nowhere"), ["x"], "no corpus 'x'"),
-    (lambda x: [(write_tree(x, {"a": b""}) / link).symlink_to(to) for link, to in zip("bcd", ("no", "c", "/no/no"))],
-     ["x"], "(left out: broken link: b, c, d)"),
-    (None, ["--verify"], "name a corpus, a file or a folder (see"),
-    (None, ["--column", "a"], "name a corpus, a file or a folder (see"),
-    (None, ["owt", "--column", "a"], "--column 'a': owt has no other columns"),
-    (lambda x: write_tree(x.parent, {"cache/a": text(900)}), ["cache"], "where prepared corpora are kept"),
-    (lambda x: write_tree(x, {"log.jsonl": b"{}", "last.pt": b""}), ["x"], "where a run and its checkpoints are kept"),
-    (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "text (left out: gzip (gunzip FILE): a, b)\n"),
-    (lambda x: write_tree(x, {"a": b'{"b": 1}\n' * 2, "c": b'{"d": 1}\n' * 2}), ["x"], "as they are): a, c)"),
-    (lambda x: write_tree(x, {"a.TOKENS": text(900)}), ["x"], "GPT-2's tokens (name such a file alone): a.TOKENS"),
-    (lambda x: parquet(x, []), ["x"], "x holds nothing to train on"),
+    (lambda x: write_tree(x.parent, {"cache/a": text(900)}), ["cache"], "holds prepared corpora or a run"),
+    (lambda x: write_tree(x, {"log.jsonl": b'{"event": "header"}'}), ["x"], "holds prepared corpora or a run"),
+    (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "(left out: gzip: a, b)"),
+    (lambda x: write_tree(x, {c: b'{"b": 1}\n' * 2 for c in "abcd"}), ["x"], "without a column text: a, b, c, ...)"),
+    (lambda x: write_tree(x, {"a.TOKENS": text(900)}), ["x"], "(left out: GPT-2's tokens: a.TOKENS)"),
     (lambda x: parquet(x, documents(9), "body"), ["x"], "text (--column); its columns: id (int64), body (string)"),
     (lambda x: parquet(x, documents(9), "body"), ["x", "--column", "id"], "no column of strings named id"),
-    (lambda x: x.write_bytes(b"PAR1" + binary(9000)), ["x"], "not a readable parquet file"),
     (lambda x: x.write_bytes(parquet(x, documents(99))[:-9]), ["x"], "not a readable parquet file"),
-    (lambda x: x.write_bytes(zipped(x, {"a": text(9000)})[:-30]), ["x"], "damaged or encrypted zip"),
     (lambda x: x.write_bytes(flip(zipped(x, {"a": text(9000)}))), ["x"], "damaged or encrypted zip"),
-    (lambda x: zipped(x, {"a": zipped(x, {"b": b""})}), ["x"], "zip in a zip archive (unzip it): x/a"),
-    (lambda x: zipped(x, {"a": parquet(x, documents(9))}), ["x"], "parquet in a zip archive (unzip it): x/a"),
+    (lambda x: zipped(x, {"a": parquet(x, documents(9))}), ["x"], "(left out: parquet in a zip archive: x/a)"),
     (lambda x: x.write_bytes(b'{"text": "a"}\n' * 9 + b'{"text": 3}\n'), ["x"], "x, line 10: no JSON with a string"),
     (lambda x: x.write_bytes(b"{}\n" + b'{"text": "a"}\n' * 9), ["x"], "x, line 1: no JSON with a string named text"),
-    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], "as they are: its first line has no string"),
-    (lambda x: x.write_bytes(b'{"id": 1, "a": "", "b": ""}\n' * 900), ["x"], '"" for the lines as they are: a, b\n'),
+    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], 'name one with --column, or "" for the lines as they are'),
     (lambda x: x.write_bytes(b'[{"id": 1, "text": "a"},\n' + b'{"text": "b"}]'), ["x"], "jq -c '.[]' x > FILE.jsonl"),
     (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x", "--column", "id"], "line 1: no JSON with a string named id"),
+    (lambda x: x.with_suffix(".tokens").write_bytes(TOKENS.tobytes()), ["x.tokens"], "says: add --tokens gpt2"),
 ]
 TOKENS = np.random.RandomState(0).randint(0, 265, 9000).astype("<u2")  # numbers that could be tokens
-TOKEN_FAULTS = [  # with --tokens gpt2: a file, its content, what the message has to say
-    ("one.tokens", b"a", "little-endian uint16: it has 1 bytes"),
-    ("odd.tokens", TOKENS.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
-    ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "it holds 265, above 264"),
-    ("zero.tokens", bytes(18_000), "its numbers run from 0 to 0"),
-    ("same.tokens", b"\x02\x01" * 9000, "its numbers run from 258 to 258"),
-    ("bytes.tokens", TOKENS.astype("u1").astype("<u2").tobytes(), "its numbers run from 0 to 255"),
-    ("wide.tokens", TOKENS.astype("<u4").tobytes(), "a fourth of its numbers or more is 0, as in numbers"),
-    ("text.tokens", b"the a\n" * 3000, "it is text"),
-    ("array.tokens", b"\x93NUMPY" + TOKENS.tobytes(), "(numpy array): write GPT-2's tokens as little"),
-    ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7"),
-    ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
-    ("blank.txt", b"the a" + b" " * 10**6 + b"the", "GPT-2's tokens: byte 5 begins a word, or a blank, of"),
-    ("short.txt", b"the a", "needs 257 tokens"),
-]
-FAULTS += [
+FAULTS += [  # a file, its content, what the message has to say
     (lambda x, name=name, content=content: x.with_name(name).write_bytes(content), [name, "--tokens", "gpt2"], message)
-    for name, content, message in (*TOKEN_FAULTS, ("bytes", bytes(9000), "cannot be read as it is (binary data)"))
+    for name, content, message in [
+        ("one.tokens", b"a", "little-endian uint16: it has 1 bytes"),
+        ("odd.tokens", TOKENS.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
+        ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "numbers from 1 to 265"),
+        ("same.tokens", b"\x02\x01" * 9000, "numbers from 258 to 258"),
+        ("wide.tokens", TOKENS.astype("<u4").tobytes(), "numbers from 0 to 264"),
+        ("text.tokens", b"\x0b\x0b\x0c\x0b" * 3000, "little-endian uint16: it has 12,000"),
+        ("array.tokens", b"\x93NUMPY" + TOKENS.tobytes(), "(numpy array): write GPT-2's tokens as little"),
+        ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7"),
+        ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
+        ("blank.txt", b"the a" + b" " * 10**6 + b"the", "from byte 5 on no word ends for more than 400,000"),
+        ("short.txt", b"the a", "needs 257 tokens"),
+    ]
 ]
-FAULTS += [(lambda x: write_tree(x.parent, {"a.tokens": TOKENS.tobytes()}), ["a.tokens"], "says: add --tokens gpt2")]
 
 
 @pytest.mark.parametrize("make, argv, message", FAULTS, ids=[message[-30:].strip() for *_, message in FAULTS])
@@ -2228,8 +2211,7 @@ def test_data_faults(make, argv, message, merges, program, cache):
     done = program(data, *argv)
     assert_refused(done, message)
     assert done[1] == ""
-    assert not list(cache.rglob("*.part"))
-    assert not [p for p in cache.glob("*/*.[bt]*") if p.stat().st_size > 4096]  # no corpus, no tokens
+    assert not [p for p in cache.glob("*/*") if p.suffix in (".bin", ".tokens") and p.stat().st_size > 4096]
 
 
 class Broken(io.StringIO):
@@ -2245,7 +2227,7 @@ class Broken(io.StringIO):
     flush, isatty = lambda self: self.write(""), lambda self: True
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EPIPE, None])  # None: closed
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE, None])  # None: closed
 def test_data_notes_and_bars_end_nothing(number, program, monkeypatch):
     stream = Broken(number) if number else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -2253,9 +2235,7 @@ def test_data_notes_and_bars_end_nothing(number, program, monkeypatch):
         stream.isatty = lambda: True
         stream.close()
     monkeypatch.setitem(data.progress.keywords, "delay", 0)
-    data.note_once.cache_clear()
     data.note("a")
-    data.note_once("a")
     with data.progress(range(3), mininterval=0) as bar:
         assert list(bar) == [0, 1, 2]
     assert program(data, "nope")[0] == 2
@@ -2275,22 +2255,16 @@ def test_data_programs_with_a_full_disk_for_output(cache):
 
 def test_data_without_permission(program, cache, monkeypatch):
     """(chmod does not stop root, who runs many a CI.)"""
-    write_tree(Path("x"), {"a": text(9000), "sub/b": text(9000)})
-    for argument, denied in ("x/a", "x/a"), ("x", "x/a"), ("x", "x/sub"):
+    write_tree(Path("x"), {"a": text(9000)})
 
-        def deny(real, denied=Path(denied).resolve()):
-            def call(path, *args, **kwargs):
-                if isinstance(path, (str, Path)) and Path(path).resolve() == denied:
-                    raise PermissionError(13, "Permission denied", str(path))
-                return real(path, *args, **kwargs)
+    def deny(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
 
-            return call
-
+    for argument, denied in ("x/a", "builtins.open"), ("x", "pathlib.Path.iterdir"):
         with monkeypatch.context() as patch:
-            patch.setattr("builtins.open", deny(open))
-            patch.setattr(Path, "iterdir", deny(Path.iterdir))
-            assert_refused(program(data, argument), "cannot read", "Permission denied", denied)
-        assert not list(cache.rglob("*.bin"))
+            patch.setattr(denied, deny)
+            done = program(data, argument)
+        assert_refused(done, "cannot read", "Permission denied", argument)
 
 
 # ---- files: what they are shows in their first bytes ----
@@ -2298,21 +2272,18 @@ def test_data_without_permission(program, cache, monkeypatch):
 
 def test_data_file_is_mapped_where_it_lies(cache):
     """Whatever it is called, and through a link; its name becomes one that is safe for a folder."""
-    names = {"a b/c:d=é,.txt": "c_d___", "archive.tar.gz": "archive.tar", "...": "_", ".vimrc": "vimrc",
-             "n" * 99: "n" * 40, "link.parquet": "link"}  # fmt: skip
     Path("link.parquet").symlink_to("...")
+    names = {"a b/c:d=é,.txt": "c_d___", "a.tar.gz": "a.tar", "...": "_", "n" * 99: "n" * 40, "link.parquet": "link"}
     for file, name in names.items():
         path = write_tree(cache.parent, {file: text(9000)}) / file
         corpus = data.load(str(path), 64, verify=True)
-        assert (corpus.name, corpus.path, corpus.vocab_size) == (name, path, 256)
-        assert isinstance(corpus.tokens, np.memmap) and corpus.tokens.dtype == np.uint8
-        assert corpus.tokens.tobytes() == text(9000)
-        assert not corpus.verified  # there is nothing to compare it with
+        assert (corpus.name, corpus.path, corpus.vocab_size, corpus.record) == (name, path, 256, {})
+        assert isinstance(corpus.tokens, np.memmap) and corpus.tokens.tobytes() == text(9000)
         with pytest.raises(ValueError):
             corpus.tokens[0] = 0  # the user's file is never written
-        if name == "vimrc" and sys.platform.startswith("linux"):  # else for one window megabytes were read ahead
-            mapping = Path("/proc/self/smaps").read_text().partition(str(path))[2]
-            assert " rr " in mapping.partition("VmFlags:")[2].partition("\n")[0] + " "
+    if sys.platform.startswith("linux"):  # else for one window megabytes were read ahead
+        mapping = Path("/proc/self/smaps").read_text().partition(str(path.resolve()))[2]
+        assert " rr " in mapping.partition("VmFlags:")[2].partition("\n")[0] + " "
     assert not cache.exists()
 
 
@@ -2322,7 +2293,6 @@ CONVERTED = {  # how a file is written; what it becomes; the column
     "parquet": (lambda p: parquet(p, DOCUMENTS), joined(DOCUMENTS), None),
     "zstd": (lambda p: parquet(p, DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
     "dictionary": (lambda p: parquet(p, DOCUMENTS, kind=DICTIONARY), joined(DOCUMENTS), None),
-    "strings": (lambda p: parquet(p, DOCUMENTS, use_dictionary=False), joined(DOCUMENTS), None),
     "column": (lambda p: parquet(p, DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
     "jsonl": (lambda p: json_lines(p, DOCUMENTS), joined(DOCUMENTS), None),
     "jsonl BOM": (lambda p: p.write_bytes(b'\xef\xbb\xbf{"text": "' + b"a" * 9000 + b'"}\n{"text": ""}'),
@@ -2349,85 +2319,65 @@ def test_data_converted(kind, cache):
         corpus = data.load(given, 64, column=column)
         assert corpus.name == corpus_name and corpus.path.is_relative_to(cache)
         assert corpus.tokens.tobytes() == expected
-        assert corpus.sha256 == hashlib.sha256(corpus.tokens).hexdigest() == corpus.record["sha256"]
-        again = data.load(str(given), 64, verify=True, column=column)
-        assert again.path.stat().st_ino == corpus.path.stat().st_ino and again.verified
+        assert corpus.sha256 == sha(corpus.tokens) == corpus.record["sha256"]
+        assert data.load(str(given), 64, column=column).path.stat().st_ino == corpus.path.stat().st_ino
         path.write_bytes(text(9000))
         assert data.load(given, 64, column=column).tokens.tobytes() == text(9000)
 
 
 BEGINNINGS = [  # texts; and what formats of other files begin with
-    "ID3 is an algorithm", "GGUF is a file format", "What is WEBP", "The ftyp box", "Physics WAVE", "OggS is",
-    "GIF87a and GIF89a", "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "Rar!", "BM", "7z", "MZ", "RIFF",
-    "{}\n{}\n", "[1, 2]\n", "[{\"a\": 1}]", "\ufeff", "\x1b[1mbold\x1b[0m \f\b\x1a", "быть", "生存", "🙂",
+    "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "{}\n{}\n", "[1, 2]\n", "[{\"a\": 1}]", "\ufeff",
+    "\x1b[1mbold\x1b[0m \f\b\x1a", "быть", "生存", "🙂",
     '{"a": "', '{\n"text": 1}\n' * 900, "{}{}" * 900, "{not JSON}\n" * 900,  # one object, or no table at all
 ]  # fmt: skip
 
 
 def test_data_text_is_text_whatever_it_begins_with(cache):
     for beginning in BEGINNINGS:
-        for encoding in ("utf-8",) if not beginning.isascii() else ("utf-8", "latin-1", "cp1252"):
-            content = (beginning + " na\u00efve caf\u00e9" * 9000).encode(encoding)
-            for end in (content, content[: 1 << 16]):
-                Path("x").write_bytes(end)
-                assert data.load("x", 16).path == Path("x"), (beginning, encoding)
+        for encoding in ("utf-8",) if not beginning.isascii() else ("utf-8", "latin-1"):
+            Path("x").write_bytes((beginning + " na\u00efve caf\u00e9" * 9000).encode(encoding))
+            assert data.load("x", 16).path == Path("x"), (beginning, encoding)
 
 
-KINDS = {  # the first bytes, or the files of a zip archive; what the message has to say
-    "gzip": (b"\x1f\x8b\x08", "(gzip): gunzip x"),
-    "bzip2": (b"BZh91AY&SY", "(bzip2): bunzip2 x"),
-    "xz": (b"\xfd7zXZ\0", "(xz): unxz x"),
-    "zstd": (b"\x28\xb5\x2f\xfd", "(Zstandard): unzstd x"),
-    "tar": (b"name".ljust(257, b"\0") + b"ustar", "(tar archive): tar -xf x"),
-    "7z": (b"7z\xbc\xaf\x27\x1c", "(7-Zip archive): 7z x x"),
-    "numpy": (b"\x93NUMPY", "(numpy array): write GPT-2's tokens as little-endian uint16"),
-    "sqlite": (b"SQLite format 3\0", "(SQLite database): sqlite3 x"),
-    "pdf": (b"%PDF-1.4", "(PDF): pdftotext x"),
-    "UTF-16": (b"\xff\xfeh\0i\0", "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x"),
-    "UTF-16 without a NUL, whole": (("中文汉字测试" * 3000).encode("utf-16"), "(UTF-16 text): iconv -f UTF-16"),
-    "UTF-32": ("hi".encode("utf-32"), "(UTF-32 text): iconv -f UTF-32 -t UTF-8 x"),
-    "torch": (dict.fromkeys(("a/data.pkl", "a/version", "a/data/0"), b"x"), "(checkpoint of PyTorch): it holds no"),
-    "docx": (dict.fromkeys(("[Content_Types].xml", "word/a.xml"), b"x"), "(Office document): soffice --convert-to txt"),
-    "epub": (dict.fromkeys(("mimetype", "META-INF/container.xml"), b"x"), "(e-book): pandoc -t plain x"),
-    "odt": (dict.fromkeys(("mimetype", "META-INF/manifest.xml"), b"x"), "(OpenDocument): soffice --convert-to txt x"),
+KINDS = {  # files that are no text, and what is said of them; {name: content} is a zip archive
+    b"\x1f\x8b\x08" + binary(9000): "(gzip): gunzip x",
+    b"BZh91AY&SY" + binary(9000): "(bzip2): bunzip2 x",
+    b"\xfd7zXZ\0" + binary(9000): "(xz): unxz x",
+    b"\x28\xb5\x2f\xfd" + binary(9000): "(Zstandard): unzstd x",
+    b"name".ljust(257, b"\0") + b"ustar" + text(9000): "(tar archive): tar -xf x",
+    b"\x93NUMPY" + binary(9000): "(numpy array): write GPT-2's tokens as little-endian uint16",
+    ("中文汉字测试" * 3000).encode("utf-16"): "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x",  # without a NUL
+    ("hi" * 3000).encode("utf-32"): "(UTF-32 text): iconv -f UTF-32 -t UTF-8 x",
+    ("a/data.pkl", "a/version", "a/data/0"): "(checkpoint of PyTorch): it holds no",
+    ("[Content_Types].xml", "word/a.xml"): "(Office document or e-book): pandoc -t plain x > FILE.txt",
+    ("mimetype", "META-INF/container.xml"): "(Office document or e-book): pandoc -t plain x > FILE.txt",
+    zlib.compress(binary(9000)): "(binary data): it holds no text to train on",
+    pickle.dumps(["text"] * 9): "(binary data)",
+    ("text " * 900).encode("utf-16-le"): "(binary data)",
+    bytes(9000): "(binary data)",
+    np.random.RandomState(0).randint(0, 50257, 9000).astype("<u2").tobytes(): "(binary data)",
+    text(60_000) + binary(9000): "(binary data)",
+    bytes(range(1, 8)) * 20 + text(9000): "(binary data)",
 }
-BINARY = {  # files whole: what they hold is no text, and cannot be made one
-    "compressed": zlib.compress(binary(9000)),
-    "pickle": pickle.dumps(["text"] * 9),
-    "old tar": b"a.txt".ljust(512, b"\0") + text(9000),
-    "cpio": b"070707" + b"0" * 70 + b"a.txt\0" + text(9000),
-    "UTF-16": ("text " * 900).encode("utf-16-le"),
-    "UTF-16, Chinese": ("\u751f\u5b58\u8fd8\u662f\u6bc1\u706d\uff0c\u8fd9\u662f\u3002" * 900).encode("utf-16-be"),
-    "UTF-32": ("text " * 900).encode("utf-32-be"),
-    "NUL": bytes(9000),
-    "tokens": np.random.RandomState(0).randint(0, 50257, 9000).astype("<u2").tobytes(),
-    "JPEG": b"\xff\xd8\xff\xe0" + binary(9000),
-    "program": b"\x7fELF" + binary(9000),
-    "late": text(60_000) + binary(9000),
-    "controls": bytes(range(1, 8)) * 20 + text(9000),
-}
-KINDS |= {f"{name}, whole": (content, "(binary data): it holds no text to") for name, content in BINARY.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_data_that_is_no_text(kind, program, cache, capsys):
+@pytest.mark.parametrize("content", KINDS, ids=KINDS.values())
+def test_data_that_is_no_text(content, program, cache, capsys):
     """Alone it is refused; in a folder, and in an archive, it is left out, and that is said once and in the log."""
-    content, message = KINDS[kind]
-    data.note_once.cache_clear()
-    if isinstance(content, dict):
-        zipped("x", content)
+    if isinstance(content, tuple):
+        zipped("x", dict.fromkeys(content, b"x"))
     else:
-        Path("x").write_bytes(content + binary(9000) * ("whole" not in kind))
-    assert_refused(program(data, "x"), f"x cannot be read as it is {message}")
+        Path("x").write_bytes(content)
+    assert_refused(program(data, "x"), f"x cannot be read as it is {KINDS[content]}")
     assert not cache.exists()
     write_tree(Path("folder"), {"a.txt": text(5000), "z/x.txt": Path("x").read_bytes()})
     for _ in range(2):
         corpus = data.load("folder", 16)
         assert corpus.tokens.tobytes() == text(5000)
-        assert message[1:].partition(")")[0] in corpus.left_out and "z/x.txt" in corpus.summary()["left_out"]
+        assert corpus.summary()["left_out"] == f"{KINDS[content][1:].partition(')')[0]}: z/x.txt"
     assert capsys.readouterr().err == f"folder: left out {corpus.left_out}\n"
-    if not isinstance(content, dict):
-        zipped("y", {"a": text(5000), "x": Path("x").read_bytes()})
+    if isinstance(content, bytes):
+        zipped("y", {"a": text(5000), "x": content})
         corpus = data.load("y", 16)
         assert corpus.tokens.tobytes() == text(5000) and "y/x" in corpus.left_out
     assert data.load("x", 1, column="").tokens.tobytes() == Path("x").read_bytes()  # all the same
@@ -2437,57 +2387,29 @@ def test_data_that_is_no_text(kind, program, cache, capsys):
 # ---- folders ----
 
 
-def test_data_known_name_comes_before_a_path(cache, monkeypatch):
-    Path("stdlib").write_bytes(text(9000))
-    monkeypatch.setenv("HOME", str(cache.parent))
-    assert data.find("stdlib")[2].size > 1e6
-    assert data.load("./stdlib", 64).tokens.size == data.load("~/stdlib", 64).tokens.size == 9000
-
-
 def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
-    parts = {"a-b": b"1", "a.txt": b"2", "a/z/y": b"3", "a0": b"4", "b": b"7", "empty": b"", "tests/x": b"5", "é": b"6"}
-    folder = write_tree(Path("folder"), {k: part * 500 for k, part in reversed(parts.items())})
+    """Of links, hidden names, caches, runs and what is no file nothing is read, and all are told."""
+    parts = {"a-b": b"1", "a.txt": b"2", "a/z/y": b"3", "a0": b"4", "b": b"6", "empty": b"", "notes/log.jsonl": b"7",
+             "tests/x": b"5", "é": b"8"}  # fmt: skip
+    parts = dict(sorted((name, part * 500) for name, part in parts.items()))
+    folder = write_tree(cache.parent / "folder", dict(reversed(parts.items())))
     assert data.load("folder", 16).summary().keys() == {"name", "size", "sha256"}
-    Path("folder/b").rename("folder/.hidden")
-    Path("folder/b").symlink_to(".hidden")  # is read, as what it points to is not
-    Path("folder/a/loop").symlink_to(folder.resolve())
-    Path("folder/0").symlink_to("a0")
-    os.link("folder/a0", "folder/z")
-    corpus = data.load("folder", 16)
-    assert corpus.tokens.tobytes() == b"".join(part * 500 for part in parts.values())
-    assert corpus.path.is_relative_to(cache) and isinstance(corpus.tokens, np.memmap)
-    left_out = "another name of what is here: 0, a/loop, z; hidden: .hidden"
-    assert corpus.summary() == {"name": "folder", "size": 3500, "sha256": corpus.sha256, "left_out": left_out}
-    monkeypatch.chdir("folder")
-    assert data.load(".", 16).path == corpus.path
-
-
-def test_data_never_reads_what_programs_write(cache, monkeypatch, capsys):
-    """Runs, caches, hidden files, output: they may grow, and the corpus stays the same."""
-    folder = write_tree(cache.parent / "x", {"a": text(9000), "notes/log.jsonl": text(900), "notes/x": text(900)})
-    tables = sorted(ROOT.glob("results/**/tables.md"))
-    write_tree(folder, {f"figs/{n}/tables.md": path.read_bytes() for n, path in enumerate(tables)})
-    write_tree(folder, {"figs/tables.md.bak": b"", "figs/0/curves.png": b"\x89PNG\0"})
-    names = "sweep/r/log.jsonl", "sweep/r/last.pt", "env/pyvenv.cfg", "env/lib.py", "__pycache__/a.pyc", ".git/x", ".e"
+    names = "env/pyvenv.cfg", "env/lib.py", "sub/__pycache__/a.pyc", ".git/x"
     write_tree(folder, dict.fromkeys(names, b"x") | {"runs/r/log.jsonl": b'{"event": "header", "step": 0}\n'})
+    for link, to in {"loop": folder, "0": "a0", "gone": "no"}.items():
+        (folder / link).symlink_to(to)
+    os.mkfifo(folder / "pipe")
     monkeypatch.setenv("NANOHILBERT_DATA", str(folder / "cache"))
-    stdout = os.dup(1)
-    try:
-        with open(folder / "log.txt", "w") as log:  # python data.py FOLDER > FOLDER/log.txt
-            os.dup2(log.fileno(), 1)
-            first = data.load(folder, 16)
-            assert capsys.readouterr().err == f"{folder}: left out {first.left_out}\n"
-            log.write("more\n" * 900)
-            log.flush()
-            write_tree(folder, {"runs/r/best.pt": b"x", "runs/s/log.jsonl": b'{"event": "header"}', "env/b": b"x"})
-            assert data.load(folder, 16).path == first.path
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-    assert first.path.is_relative_to(folder / "cache")
-    assert first.tokens.tobytes() == text(9000) + text(900) * 2
-    for name in ("runs/r", "sweep/r", "env", "__pycache__", ".git", ".e", "cache", "log.txt"):
-        assert re.search(rf"(^|[ ,]){re.escape(name)}($|[;, ])", first.left_out), name
+    first = data.load("folder", 16)
+    assert first.tokens.tobytes() == b"".join(parts.values())
+    assert first.path.is_relative_to(folder / "cache") and isinstance(first.tokens, np.memmap)
+    write_tree(folder, {"runs/r/best.pt": b"x", "runs/s/log.jsonl": b'{"event": "header"}', "env/b": b"x"})
+    monkeypatch.chdir("folder")
+    again = data.load(".", 16)
+    assert again.path == first.path and again.left_out == (
+        "cache: cache, env, sub/__pycache__; folder of a run: runs/r, runs/s; hidden: .git; link: 0, gone, loop; "
+        "not a regular file: pipe"
+    )
 
 
 @pytest.mark.slow
@@ -2500,33 +2422,30 @@ def test_training_on_the_folder_that_holds_its_runs(program, no_curves):
         assert code == 0, err
     first, second = (report.read_log(Path("runs") / name)[0]["data"] for name in "ab")
     assert first["size"] == second["size"] == Path("text.txt").stat().st_size
-    assert first["sha256"] == second["sha256"] == hashlib.sha256(Path("text.txt").read_bytes()).hexdigest()
+    assert first["sha256"] == second["sha256"] == sha(Path("text.txt").read_bytes())
     assert first["left_out"] == "cache: cache" and second["left_out"] == "cache: cache; folder of a run: runs/a"
 
 
-def rewrite(folder):
-    """New content, of equal size and time."""
-    info = (folder / "a").stat()
-    (folder / "a").write_bytes(text(5000, seed=2))
-    os.utime(folder / "a", ns=(info.st_atime_ns, info.st_mtime_ns))
-
-
 def test_data_changed_folder_is_prepared_again(cache):
-    """Content, a name, one more file, or an equal folder elsewhere: each is another corpus."""
-    folder = write_tree(cache.parent / "x", {"a": text(5000), "b": text(4000, seed=1)})
-    corpora = [data.load(folder, 16)]
-    more, rename = lambda f: (f / "c").write_bytes(b"more"), lambda f: (f / "b").rename(f / "d")
-    for change in rewrite, rename, more, lambda f: shutil.copytree(f, "elsewhere/x"):
-        change(folder)
-        folder = cache.parent / "elsewhere/x" if Path("elsewhere").exists() else folder
-        corpora.append(data.load(folder, 16))
-        assert corpora[-1].tokens.tobytes() == b"".join(p.read_bytes() for p in sorted(folder.iterdir()))
-    assert len({corpus.path for corpus in corpora}) == 5
-    assert corpora[0].tokens.tobytes() == text(5000) + text(4000, seed=1)  # a run that goes on keeps its data
+    """Content of equal size and time, a name, one more file: each makes another corpus."""
+    folder, paths = write_tree(cache.parent / "x", {"a": text(5000), "b": text(4000, seed=1)}), set()
+
+    def rewrite():
+        info = (folder / "a").stat()
+        (folder / "a").write_bytes(text(5000, seed=2))
+        os.utime(folder / "a", ns=(info.st_atime_ns, info.st_mtime_ns))
+
+    rename, more = lambda: (folder / "b").rename(folder / "d"), lambda: (folder / "c").write_bytes(b"more")
+    for change in int, rewrite, rename, more:
+        change()
+        corpus = data.load(folder, 16)
+        assert corpus.tokens.tobytes() == b"".join(p.read_bytes() for p in sorted(folder.iterdir()))
+        paths.add(corpus.path)
+    assert len(paths) == 4
 
 
 def test_data_stopped_while_preparing(program, cache, monkeypatch):
-    """Killed, interrupted, on a full disk, or while someone writes: no corpus is left, and the next call makes it."""
+    """Killed, on a full disk, or while someone writes: no corpus is left, and the next call makes it."""
     folder = write_tree(Path("x"), {"a": text(300_000), "b": text(300_000)})
     if not (pid := os.fork()):
         try:
@@ -2538,10 +2457,6 @@ def test_data_stopped_while_preparing(program, cache, monkeypatch):
     assert [p.name for p in cache.rglob("*.bin*")] == ["x.bin.part"]  # it was killed half-way
     with full_disk(400_000):
         assert_refused(program(data, "x"), "cannot write", "NANOHILBERT_DATA")
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
     list_files, seen = data.list_files, []
 
     def meanwhile(*args):
@@ -2549,34 +2464,31 @@ def test_data_stopped_while_preparing(program, cache, monkeypatch):
             (folder / "a").write_bytes(b"grown" + text(300_000))
         return list_files(*args)
 
-    for name, action in ("write_record", interrupt), ("list_files", meanwhile):
-        error = KeyboardInterrupt if action is interrupt else data.InputError
-        with monkeypatch.context() as patch, pytest.raises(error, match="changed while it was read|^$"):
-            patch.setattr(data, name, action)
-            data.load(folder, 16)
-        assert not list(cache.rglob("*.bin*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "list_files", meanwhile)
+        assert_refused(program(data, "x"), "changed while it was read")
+    assert not list(cache.rglob("*.bin"))
     assert data.load(folder, 16).tokens.tobytes() == b"grown" + text(300_000) * 2
 
 
-def test_data_cache_folder(program, cache, monkeypatch):
-    Path("x").write_bytes(text(9000))
+def test_data_names_and_places(program, cache, monkeypatch):
+    """A known name comes before a path; ~ is the user's folder; what cannot hold the cache is said."""
+    Path("stdlib").write_bytes(text(9000))
     monkeypatch.setenv("HOME", str(cache.parent))
+    assert data.find("stdlib")[2].size > 1e6
+    assert data.load("./stdlib", 64).tokens.size == data.load("~/stdlib", 64).tokens.size == 9000
     for value, place in ("/elsewhere", Path("/elsewhere")), ("~/y", cache.parent / "y"), ("", ROOT / "data"):
         monkeypatch.setenv("NANOHILBERT_DATA", value)
         assert data.cache_dir() == place
-    monkeypatch.delenv("NANOHILBERT_DATA")
-    assert data.cache_dir() == ROOT / "data"
-    monkeypatch.setenv("NANOHILBERT_DATA", "x/cache")
+    monkeypatch.setenv("NANOHILBERT_DATA", "stdlib/cache")
     assert_refused(program(data, "."), "NANOHILBERT_DATA")
 
 
 def test_a_lock_that_is_none_is_left_alone(cache):
-    write_tree(Path(), {"a/lock": b"the user's\xff", "b/x": b"the user's\xff"})
-    Path("b/lock").symlink_to("x")
-    for folder in "ab":
-        with pytest.raises(data.InputError, match="lock is no lock of a run"), data.hold(folder):
-            pass
-        assert Path(folder, "lock").read_bytes() == b"the user's\xff"
+    write_tree(Path(), {"lock": b"the user's\xff"})
+    with pytest.raises(data.InputError, match="lock is no lock of this program"), data.hold(""):
+        pass
+    assert Path("lock").read_bytes() == b"the user's\xff"
 
 
 def test_data_stdlib_is_the_library_without_its_tests(cache, monkeypatch):
@@ -2586,13 +2498,14 @@ def test_data_stdlib_is_the_library_without_its_tests(cache, monkeypatch):
         write_tree(root, {f"{folder}/x.py": b"x" * 900, f"{folder}/deep/x.py": b"x" * 900})
     write_tree(root, {"b/c.pyc": b"x" * 900, "lib.so": b"x" * 900, "LICENSE": b"x" * 900, "../custom.py": b"5" * 900})
     (root / "z.py").symlink_to("../custom.py")  # a distribution's own: Python's folder is trusted
+    (root / "loop").symlink_to(root)
     (root / "broken.py").symlink_to("nowhere")
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     corpus = data.load("stdlib", 16)
     assert corpus.tokens.tobytes() == b"".join(kept.values()) + b"5" * 900 and corpus.left_out == ""
 
 
-@pytest.mark.parametrize("how", ["written", "cut", "grown", "tokens", "set back", "before it is hashed"])
+@pytest.mark.parametrize("how", ["written", "cut", "tokens", "set back", "before it is hashed"])
 def test_data_changed_under_a_run(how, merges):
     """The corpus of a run is the one that it began with; what leaves its bytes as they are is no change."""
     path = Path("x")
@@ -2602,23 +2515,22 @@ def test_data_changed_under_a_run(how, merges):
         assert len(corpus.sha256) == 64
         corpus.check_unchanged()
         os.utime(corpus.path, ns=(1, 1))
-    corpus.path.chmod(0o600)
-    corpus.check_unchanged()  # hashed: the same bytes
+        corpus.path.chmod(0o600)
+        corpus.check_unchanged()  # hashed: the same bytes
     content = corpus.path.read_bytes()
     with open(corpus.path, "r+b") as f:
-        f.write(content[:-4] if how == "cut" else flip(content) + b"more" * (how == "grown"))
-        if how == "cut":
-            f.truncate()
+        f.write(content[:-4] if how == "cut" else flip(content))
+        f.truncate()
     if how == "set back":
         os.utime(corpus.path, ns=(1, 1))
-    with pytest.raises(data.DataChanged, match="instead of" if how in ("cut", "grown") else "was written to"):
+    with pytest.raises(data.InputError, match="was changed since the run began"):
         corpus.summary() if how == "before it is hashed" else corpus.check_unchanged()
     path.write_bytes(b"the a " * 9000)
     corpus = data.load(path, 64)
     write_tree(Path(), {"y": b"other " * 9000})
     Path("y").rename(path)  # the map is still the old file
     corpus.check_unchanged()
-    assert (corpus.sha256, corpus.tokens[:6].tobytes()) == (hashlib.sha256(b"the a " * 9000).hexdigest(), b"the a ")
+    assert (corpus.sha256, corpus.tokens[:6].tobytes()) == (sha(b"the a " * 9000), b"the a ")
 
 
 def test_data_command_line(program, cache, monkeypatch):
@@ -2628,15 +2540,13 @@ def test_data_command_line(program, cache, monkeypatch):
         lines = out.splitlines()
         assert [line.split()[0] for line in lines] == ["stdlib", "enwik8", "owt", "fineweb", "wikitext103", "PATH"]
         assert all("not prepared yet" in line and "GB of disk" in line for line in lines[1:-1])
-        assert ("not prepared yet" not in lines[0]) == prepared == cache.exists() and err == ""
+        assert ("bytes, prepared:" in lines[0]) == prepared == cache.exists() and err == ""
         _, out, err = program(data, "stdlib", "--seq", "64")
         corpus = data.load("stdlib", 64)
-        train = corpus.split("train")
+        n = len(corpus.split("train"))
         assert corpus.sha256 in out and f"{len(corpus.tokens):,} bytes" in out and err == ""
-        assert f"train  {len(train):,} bytes, {(len(train) - 1) // 64:,} windows of 64" in out
-    assert f"{len(corpus.tokens):,} bytes, prepared:" in lines[0]
-    code, out, _ = program(data, "--help")
-    assert code == 0 and "NANOHILBERT_DATA" in out
+        assert f"train  {n:,} bytes, {(n - 1) // 64:,} windows of 64" in out
+    assert "NANOHILBERT_DATA" in program(data, "--help")[1]
 
 
 # ---- downloads: a server with faults stands in for the hub ----
@@ -2663,22 +2573,17 @@ def hub(monkeypatch):
             entry = [self.path, first, self.headers.get("Authorization"), 0]
             server.log.append(entry)
             if isinstance(fault, int) or content is None:
-                return self.start(fault or 404, {})
+                return self.start(fault or 404, {"Content-Length": "0"})
             if str(fault).startswith("http"):
-                return self.start(302, {"Location": fault})
+                told = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{sha(content)}"'}
+                return self.start(302, {"Location": fault, "Content-Length": "0"} | told)
             other = {"html": b"<html>", "flip": flip(content), "truncated": content[: len(content) // 2]}
             content = other.get(fault, content)
             first = 0 if fault in ("html", "no ranges") else first
-            shift = 1000 * (fault == "another range")
-            body = content[first + shift :]
-            length = len(body) + {"says more": 1000, "says less": -1000}.get(fault, 0)
+            body = content[first:]
             headers = {"Content-Type": "text/html; charset=utf-8" if fault == "html" else "binary/octet-stream"}
-            if fault != "chunked":
-                headers["Content-Length"] = str(length)
-            if first:
-                headers["Content-Range"] = f"bytes {first + shift}-{len(content) - 1}/{len(content)}"
-            self.start(206 if first else 200, headers)
-            body = body[: len(body) // 2] if fault in ("drop", "stall", "chunked") else body
+            self.start(206 if first else 200, headers | {"Content-Length": str(len(body))})
+            body = body[: len(body) // 2] if fault in ("drop", "stall") else body
             with contextlib.suppress(OSError):
                 for i in range(0, len(body), 1 << 16):
                     entry[3] += self.wfile.write(body[i : i + (1 << 16)])
@@ -2707,6 +2612,11 @@ def hub(monkeypatch):
 SHARDS = [f"/datasets/x/toy/resolve/abc/sub/{i}.parquet" for i in range(2)]
 
 
+def toy_recipe(hub, **changes):
+    pins = [(data.HUB + name, len(hub.files[name]), sha(hub.files[name])) for name in SHARDS]
+    return data.Recipe("toy", tuple(data.Source(*pin) for pin in pins), **{"separator": "\n\n"} | changes)
+
+
 @pytest.fixture
 def toy(hub, cache, monkeypatch):
     """A named corpus of two shards on the hub, cut within the second. Returns the bytes that it has to become."""
@@ -2718,19 +2628,11 @@ def toy(hub, cache, monkeypatch):
     return joined(d for texts in docs for d in texts)[: ends[600]]
 
 
-def sha(content):
-    return hashlib.sha256(content).hexdigest()
-
-
-def toy_recipe(hub, **changes):
-    pins = [(data.HUB + name, len(hub.files[name]), sha(hub.files[name])) for name in SHARDS]
-    return data.Recipe("toy", tuple(data.Source(*pin) for pin in pins), **{"separator": "\n\n"} | changes)
-
-
 def assert_whole(cache, expected):
-    """The corpus is there, and nothing but the corpus."""
+    """The corpus is there, and nothing but the corpus (and records that a kill left half written)."""
     assert data.load("toy", 64).tokens.tobytes() == expected
-    assert sorted(p.name for p in (cache / "toy").iterdir()) == ["lock", "meta.json", "toy.bin"]
+    names = sorted(p.name for p in (cache / "toy").iterdir())
+    assert [name for name in names if not name.startswith("meta.json.")] == ["lock", "meta.json", "toy.bin"]
     record = json.loads((cache / "toy" / "meta.json").read_text())
     assert record["sha256"] == sha(expected) and record["size"] == len(expected)
     return record
@@ -2747,15 +2649,11 @@ def assert_in_vain(cache, message):
 
 
 DOWNLOADS = {  # faults of a shard's answers (...: of all that follow); where requests begin, at 0 or behind what came
-    "": "0", "drop": "0 h", "drop,drop,drop": "0 h h h", "stall": "0 h",
-    "chunked": "0 h",  # a body that ends early without having said how long it is
-    "truncated": "0 h", "says more": "0 h", "says less": "0 h", "drop,no ranges": "0 h", "drop,another range": "0 h h",
-    "drop,416": "0 h h", "403": "0 0", "drop,403,401": "0 h h h", "500,503": "0 0 0", "flip": "0 0",
-    "drop,flip": "0 h 0", "html": "0 0", "drop,html": "0 h h", "drop,truncated": "0 h h", "another range": "0 h 0",
-    "drop,...": "0 h h h h h: Connection broken", "truncated,...": "0 h h h h h: the connection ended early",
-    "says less,...": "0 h h h h h: the connection ended early", "flip,...": "0 0: came damaged, twice",
-    "html,...": "0 0 0 0 0 0: a web page instead of the file", "403,...": "0 0 0 0 0 0: HTTP status 403",
-    "404,...": "0: HTTP status 404", "500,...": "0 0 0 0 0 0: HTTP status 500",
+    "": "0", "drop": "0 h", "drop,drop,drop": "0 h h h", "stall": "0 h", "truncated": "0 h", "500,408,503": "0 0 0 0",
+    "drop,429": "0 h h", "drop,...": "0 h h h h h: always breaks", "404,...": "0: 404 Client Error",
+    "500,...": "0 0 0 0 0 0: too many 500 error", "html,...": "0: the server sends something else",
+    "drop,html": "0 h: the server sends something else", "drop,no ranges": "0 h: the server sends something else",
+    "flip": "0: came damaged", "drop,404": "0 h: 404 Client Error",
 }  # fmt: skip
 
 
@@ -2767,48 +2665,37 @@ def test_download(faults, hub, toy, cache):
     requests, _, message = DOWNLOADS[faults].partition(": ")
     if message:
         last = assert_in_vain(cache, message)
-        assert data.HUB + SHARDS[0] in last
-        assert "damaged" in last or last.endswith(f"fetch 0.parquet by hand and put it into {cache / 'toy'}")
+        assert SHARDS[0] in last
+        assert not message[0].isdecimal() or last.endswith(f"or put a copy as 0.parquet into {cache / 'toy'}")
     else:
         record = assert_whole(cache, toy)
-        assert [(s["url"], s["sha256"]) for s in record["sources"]] == [
-            (data.HUB + name, sha(hub.files[name])) for name in SHARDS
-        ]
-        assert record["recipe"]["separator"] == "\n\n" and record["cut"]["source"] == data.HUB + SHARDS[1]
+        sources = [(data.HUB + name, sha(hub.files[name])) for name in SHARDS]
+        assert [(s["url"], s["sha256"]) for s in record["sources"]] == sources
+        assert record["cut"]["source"] == data.HUB + SHARDS[1]
     starts = [first for path, first, _, _ in hub.log if path == SHARDS[0]]
     assert " ".join("h" if first else "0" for first in starts) == requests
-    if set(queue) <= {"drop", "stall", "chunked", 403, 401}:  # then nothing on the disk is fetched again
-        assert starts == sorted(starts)
-        sent = sum(entry[3] for entry in hub.log if entry[0] == SHARDS[0])
-        assert sent <= len(hub.files[SHARDS[0]]) + len(queue) * 2**17
     hub.faults.clear()
     assert_whole(cache, toy)
+    if "flip" not in faults:  # nothing on the disk is fetched again
+        starts = [first for path, first, _, _ in hub.log if path == SHARDS[0]]
+        assert starts == sorted(starts)
+        assert sum(entry[3] for entry in hub.log if entry[0] == SHARDS[0]) <= len(hub.files[SHARDS[0]]) + 7 * 2**17
 
 
-@pytest.mark.parametrize("name", ["Retry-After", "RateLimit", "date"])
-def test_download_waits_as_long_as_it_is_asked_to(name, hub, toy, cache, monkeypatch):
-    """But not for hours."""
-    for seconds in 7200, 7:
-        waits, date = [], email.utils.formatdate(time.time() + seconds + 0.9, usegmt=True)
-        value = {"Retry-After": str(seconds), "RateLimit": f'"resolvers";r=0;t={seconds}', "date": date}[name]
-        hub.headers, hub.faults[SHARDS[0]] = {"Retry-After" if name == "date" else name: value}, [403, 429]
-        monkeypatch.setattr(data.time, "sleep", waits.append)
-        if seconds == 7:
-            assert_whole(cache, toy)
-            own, asked = filter(None, waits)  # (0: the server's pauses.) The answer 403 asks for none
-            assert own < 0.01 and asked == pytest.approx(7, abs=1)
-        else:
-            assert_in_vain(cache, "HTTP status 429, asks to wait 7")
+def test_download_waits_as_long_as_it_is_asked_to(hub, toy, cache, monkeypatch):
+    waits, hub.headers, hub.faults[SHARDS[0]] = [], {"Retry-After": "7"}, [429]
+    monkeypatch.setattr(data.time, "sleep", waits.append)
+    assert_whole(cache, toy)
+    assert 7 in waits
 
 
 @pytest.mark.parametrize("name, value, message", [
     ("HF_ENDPOINT", "http://127.0.0.1:9", "refused"),  # nobody listens there
-    ("HF_ENDPOINT", "hf-mirror.com", "HF_ENDPOINT='hf-mirror.com' is no address: write https://HOST"),
-    ("HF_ENDPOINT", "ftp://hf-mirror.com", "is no address"),
+    ("HF_ENDPOINT", "hf-mirror.com", "No scheme supplied"),
     ("HF_ENDPOINT", "http://[::1", "cannot download"),
     ("HF_TOKEN", "hf_abc…", "HF_TOKEN holds a character that no token has"),
     ("HF_TOKEN", "hf_abc\nX: y", "HF_TOKEN holds a character that no token has"),
-    ("REQUESTS_CA_BUNDLE", "/no/such/file.pem", "invalid path: /no/such/file.pem"),
+    ("REQUESTS_CA_BUNDLE", "/no/such/file.pem", "cannot download .*invalid path: /no/such/file.pem"),
     ("REQUESTS_CA_BUNDLE", "bundle", "certificate"),
 ])  # fmt: skip
 def test_download_with_wrong_settings(name, value, message, hub, toy, cache, monkeypatch):
@@ -2820,22 +2707,20 @@ def test_download_with_wrong_settings(name, value, message, hub, toy, cache, mon
     waits = []
     monkeypatch.setattr(data.time, "sleep", waits.append)
     assert "hf_abc" not in assert_in_vain(cache, message) and not hub.log
-    assert len(waits) == (data.TRIES - 1 if message == "refused" else 0)
+    assert any(waits) == (message == "refused")
 
 
 def test_download_of_expired_urls_and_secrets(hub, toy, cache, monkeypatch):
-    """A redirect to storage on another host, whose signed URL soon expires. The token goes to the hub alone."""
+    """A redirect to storage on another host, by a URL that soon expires. The token goes to the hub alone."""
     monkeypatch.setenv("HF_TOKEN", "secret")
-    signed = [f"/signed/{i}" for i in range(3)]
+    signed = [f"/signed/{i}" for i in range(2)]
     hub.files |= dict.fromkeys(signed, hub.files[SHARDS[0]])
     hub.faults[SHARDS[0]] = [hub.url.replace("127.0.0.1", "localhost") + url for url in signed]
-    hub.faults[signed[0]], hub.faults[signed[1]] = ["drop"], [403]
+    hub.faults[signed[0]] = ["drop", 403]
     assert_whole(cache, toy)
     assert [(path, first > 0, token) for path, first, token, _ in hub.log] == [
         (SHARDS[0], False, "Bearer secret"), (signed[0], False, None),
-        (SHARDS[0], True, "Bearer secret"), (signed[1], True, None),
-        (SHARDS[0], True, "Bearer secret"), (signed[2], True, None),
-        (SHARDS[1], False, "Bearer secret"),
+        (SHARDS[0], True, "Bearer secret"), (signed[1], True, None), (SHARDS[1], False, "Bearer secret"),
     ]  # fmt: skip
 
 
@@ -2847,17 +2732,16 @@ def test_download_of_a_file_that_changed(hub, toy, cache, monkeypatch):
     (part,) = (cache / "toy").glob("0.parquet.*.part")
     assert old.startswith(part.read_bytes()) and part.stat().st_size > 100_000
     hub.files[SHARDS[0]] = old[:-1000] + bytes(1000)
-    assert_in_vain(cache, "came damaged, twice")
-    assert part.stat().st_size == 0
+    assert_in_vain(cache, "came damaged")
+    assert not part.exists()
     part.write_bytes(old[:100_000])
-    docs = documents(400, seed=5)
-    hub.files[SHARDS[0]] = parquet("shard", docs)
+    hub.files[SHARDS[0]] = parquet("shard", documents(400, seed=5))
     monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub))
     hub.log.clear()
-    assert_whole(cache, joined([*docs, *documents(400, seed=1)]))
+    data.load("toy", 64)
     assert [first for path, first, *_ in hub.log if path == SHARDS[0]] == [0]
     monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, separator=" "))
-    with pytest.raises(data.InputError, match="was prepared in another way"):
+    with pytest.raises(data.InputError, match="of another recipe"):
         data.load("toy", 64)
 
 
@@ -2865,75 +2749,46 @@ def test_download_of_a_file_without_a_pin(hub, toy, cache, monkeypatch):
     """Size and hash are what the hub says; without a hash nothing is trusted."""
     source = data.Source(data.HUB + SHARDS[0])
     monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (source,), "\n\n"))
-    content, folder = hub.files[SHARDS[0]], "/api/datasets/x/toy/tree/abc/sub"
-    entry = {"path": "sub/0.parquet", "size": len(content), "lfs": {"oid": sha(content), "size": len(content)}}
-    hub.faults[SHARDS[0]] = ["drop", 404]
-    for last, message in ([], "does not tell its SHA-256"), ([entry], "404"):
-        hub.files[folder] = json.dumps([entry | {"path": "sub/1.parquet", "size": 3}, *last]).encode()
-        assert_in_vain(cache, message)
+    assert_in_vain(cache, "does not tell its SHA-256")
+    hub.files["/storage"] = hub.files[SHARDS[0]]
+    hub.faults[SHARDS[0]], hub.faults["/storage"] = [hub.url + "/storage"] * 9, [None, "drop"]
     hub.log.clear()
     record = assert_whole(cache, joined(documents(400)))
-    assert [(path, first > 0) for path, first, *_ in hub.log] == [(folder, False), (SHARDS[0], True)]
-    assert record["sources"] == [{"url": source.url, "sha256": sha(content)}]
+    assert [first > 0 for path, first, *_ in hub.log if path == "/storage"] == [False, False, True]
+    assert record["sources"] == [{"url": source.url, "sha256": sha(hub.files[SHARDS[0]])}]
 
 
-@pytest.mark.parametrize("first", ["packed anew", "missing", "other content", "html"])
-def test_download_of_a_zip_from_a_mirror(first, hub, cache, monkeypatch):
-    """What is in the archive decides, not how it was packed. No token is sent to hosts other than the hub."""
-    content, a, b = text(300_000), "/a/enwik8.zip", "/b/enwik8.zip"
-    hub.files = {b: zipped("x", {"enwik8": content}), a: zipped("x", {"enwik8": content}, zipfile.ZIP_STORED)}
-    if first == "missing":
-        del hub.files[a]
-    elif first == "other content":
-        hub.files[a] = zipped("x", {"enwik8": text(300_000, seed=1)})
-    hub.faults[a] = ["html"] * 9 if first == "html" else ["drop", "drop"]
-    source = data.Source(hub.url + a, sha256=sha(content), mirrors=(hub.url + b,))
-    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (source,)))
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    assert_whole(cache, content)
-    assert (hub.log[-1][0] == b) == (first != "packed anew")
-    assert {token for _, _, token, _ in hub.log} == {None}
-    corpus = data.load("toy", 64)
-    assert [len(corpus.split(split)) for split in ("train", "val", "test")] == [270_000, 15_000, 15_000]
-
-
-def test_data_official_splits(hub, toy, cache, monkeypatch):
+def test_data_splits_of_its_own(hub, toy, cache, monkeypatch):
     """As of wikitext103: rows joined with nothing in between, and splits that are those of the files."""
     sources, (a, b) = [], toy_recipe(hub).sources
     for i, (pin, split) in enumerate(((a, "train"), (b, "train"), (b, "val"), (a, "test"))):
         hub.files[f"/{i}"] = hub.files[pin.url.removeprefix(data.HUB)]
         sources.append(dataclasses.replace(pin, url=f"{hub.url}/{i}", split=split))
     monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", tuple(sources)))
+    monkeypatch.setenv("HF_TOKEN", "secret")
     corpus = data.load("toy", 64)
     a, b = (b"".join(documents(400, seed=i)) for i in range(2))
     assert [corpus.split(s).tobytes() for s in ("train", "val", "test")] == [a + b, b, a]
+    assert {token for _, _, token, _ in hub.log} == {None}  # these do not lie on the hub
 
 
 def test_named_corpora_are_pinned():
     for name, recipe in data.NAMED.items():
         for source in recipe.sources:
             assert re.fullmatch("[0-9a-f]{64}", source.sha256 or "0" * 64)
-            assert (source.sha256 is not None) or name == "fineweb"
+            assert (source.sha256 is not None) == (source.size is not None) or name == "fineweb"
             assert re.search(r"/resolve/[0-9a-f]{40}/", source.url) or name == "enwik8"
             assert bool(source.split) == (name == "wikitext103")
     owt = [source.size for source in data.NAMED["owt"].sources]
     assert (len(owt), sum(owt)) == (7, data.NAMED["owt"].download) and data.NAMED["owt"].disk == 3 * 10**9 + max(owt)
 
 
-def test_download_by_hand(hub, toy, cache, capsys):
-    """A file put into the folder is taken if it is the right one, and else put aside."""
-    damaged = flip(hub.files[SHARDS[1]])
-    write_tree(cache, {"toy/0.parquet": hub.files[SHARDS[0]], "toy/1.parquet": damaged})
-    assert data.load("toy", 64).tokens.tobytes() == toy
-    assert [path for path, *_ in hub.log] == SHARDS[1:]
-    assert "1.parquet is not the right file" in capsys.readouterr().err
-    assert (cache / "toy" / "1.parquet.bad").read_bytes() == damaged
-
-
-def test_download_checks_the_disk_first(hub, toy, cache, monkeypatch):
-    monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, disk=10**9))
-    monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**12, 10**12 - 999, 999))
-    assert_in_vain(cache, "needs 1,000,000,000 bytes more, and its disk has 999 free")
+def test_download_by_hand(hub, toy, cache):
+    """A file put into the folder is taken if it is the right one, and else named."""
+    write_tree(cache, {"toy/0.parquet": hub.files[SHARDS[0]], "toy/1.parquet": flip(hub.files[SHARDS[1]])})
+    assert_in_vain(cache, "1.parquet is not the right file .*: remove it")
+    (cache / "toy/1.parquet").write_bytes(hub.files[SHARDS[1]])
+    assert_whole(cache, toy)
     assert not hub.log
 
 
@@ -2950,7 +2805,7 @@ def test_download_disk_full(limit, hub, toy, cache):
 
 
 PHASES = {  # functions of data.py
-    "download": ["request", "retry", "download", "transfer", "obtain"],
+    "download": ["request", "obtain"],
     "conversion": ["prepare", "build", "read_source", "read_file", "read_parquet", "write_record", "replace_file"],
 }
 
@@ -2990,10 +2845,10 @@ def test_download_killed_at_any_moment(phase, hub, toy, cache, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)  # of use where the machine stops, and slow
     assert os.waitpid(fork("said", PHASES[phase]), 0)[1] == 0
     lines, sha256 = Path("said").read_text().split()
-    assert sha256 == sha(toy) and int(lines) > 100
+    assert sha256 == sha(toy) and int(lines) > 60
     some = np.random.RandomState(0).choice(np.arange(1, int(lines) + 1), 7, replace=False).tolist()
     stopped = set()
-    for last in some + list(range(int(lines) - 30, int(lines) + 1)) * (phase == "conversion"):
+    for last in some + list(range(int(lines) - 20, int(lines) + 1)) * (phase == "conversion"):
         shutil.rmtree(cache)
         hub.log.clear()
         assert os.waitpid(fork("said", PHASES[phase], last), 0)[1] == signal.SIGKILL
@@ -3013,7 +2868,7 @@ def test_download_by_two_processes_at_once(hub, toy, cache, capfd):
     assert [os.waitpid(run, 0)[1] for run in runs] == [0, 0]
     assert {Path(name).read_text() for name in "ab"} == {f"0 {sha(toy)}"}
     assert [path for path, *_ in hub.log] == SHARDS  # each was fetched once
-    assert capfd.readouterr().err.count(f"another process prepares {cache / 'toy'}: waiting") == 1
+    assert capfd.readouterr().err.count("waiting until that ends") == 1
     assert_whole(cache, toy)
 
 
@@ -3050,7 +2905,7 @@ def test_prepared_corpus_is_checked(given, hub, toy, merges, program):
     assert hashed.count(path) == 1
     for damage in b"{", b"[]":
         (path.parent / "meta.json").write_bytes(damage)
-        assert_refused(program(*argv), "meta.json is damaged: delete")
+        assert_refused(program(*argv), "meta.json is damaged")
 
 
 # ---- what a conversion and an import cost ----
@@ -3078,33 +2933,29 @@ def test_conversion_memory(cache):
 
 
 def test_import_is_light():
-    """And no variable ends it that a bar should heed."""
     code = "import data, sys; print({'torch', 'requests', 'pyarrow', 'tiktoken'} & set(sys.modules))"
-    env = ENV | {"TQDM_MININTERVAL": "x", "TQDM_NCOLS": "wide"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, check=True)
     assert done.stdout == b"set()\n"
 
 
-# ---- splits and windows ----
+# ---- splits, windows, and their order ----
 
 
 def test_data_splits(cache):
     """Every split holds a window, or the corpus is refused; as many bytes as the message asks for are enough."""
-    for size in [*range(5000, 5200, 3), 20 * 257, 99_999]:
+    for size in [*range(5100, 5145, 3), 20 * 257, 99_999]:
         Path("x").write_bytes(text(size))
         ends = [0, size * 90 // 100, size * 95 // 100, size]
         if min(np.diff(ends)) < 257:
-            assert size < 20 * 257
             with pytest.raises(data.InputError, match="too short"):
                 data.load("x", 256)
+            assert size < 20 * 257
             continue
         corpus = data.load("x", 256)
         splits = [corpus.split(name) for name in ("train", "val", "test")]
         assert b"".join(s.tobytes() for s in splits) == text(size)
         assert [len(s) for s in splits] == np.diff(ends).tolist()
         assert all(np.shares_memory(s, corpus.tokens) for s in splits)
-    with pytest.raises(data.InputError, match="train, val, test"):
-        corpus.split("valid")
 
 
 def test_data_windows():
@@ -3123,9 +2974,6 @@ def test_data_windows():
             assert x.shape == y.shape == (0, seq)
 
 
-# ---- the data order ----
-
-
 def test_data_order_is_a_pure_function_of_the_position():
     """Without replacement, epoch after epoch without a gap; rank, micro-batch and resuming do not matter."""
     for n in 1, 2, 255, 256, 257, 65_536, 70_000:  # numpy's frozen permutation, in every dtype
@@ -3141,19 +2989,13 @@ def test_data_order_is_a_pure_function_of_the_position():
         for batch in 1, 8, 48, 120:
             for step in np.random.RandomState(0).permutation(240 // batch).tolist():
                 assert np.array_equal(data.train_index(n, 3, step, batch), whole[step * batch : (step + 1) * batch])
-    assert not np.array_equal(data.train_index(100, 4, 0, 240), whole)
-    first = data.train_index(50, 4, 7, 16)
-    again = first.copy()
-    first[:] = 0  # the caller's own copy, not the cached permutation
-    assert np.array_equal(data.train_index(50, 4, 7, 16), again)
     data.permutation.cache_clear()
-    np.random.seed(99)  # numpy's global generator is neither used ...
-    assert np.array_equal(data.train_index(50, 4, 7, 16), again)
-    assert np.random.randint(10**6) == np.random.RandomState(99).randint(10**6)  # ... nor moved on
-    data.permutation.cache_clear()
-    for step in range(100):  # nor is the order drawn again at every step
-        data.train_index(1000, 5, step, 32)
+    np.random.seed(99)
+    for step in range(100):  # the order is not drawn again at every step
+        data.train_index(1000, 5, step, 32)[:] = 0  # the caller's own copy
     assert data.permutation.cache_info().misses == 4
+    assert np.array_equal(data.permutation(1000, 5, 3), np.random.RandomState([5, 3]).permutation(1000))
+    assert np.random.randint(10**6) == np.random.RandomState(99).randint(10**6)  # numpy's own generator is not moved on
 
 
 def test_data_eval_windows():
@@ -3163,10 +3005,8 @@ def test_data_eval_windows():
     assert index.dtype == np.int64 and index[0] == 0 and set(np.diff(index)) == {24112, 24113}
 
 
-# ---- memory: a corpus is never loaded ----
-
-
 def test_data_memory_stays_small(cache):
+    """A corpus is never loaded."""
     for name, size in ("big", 8 << 30), ("x/a", 64 << 20):  # without a block on the disk
         with open(write_tree(Path(), {name: b""}) / name, "wb") as f:
             f.truncate(size)
@@ -5600,29 +5440,28 @@ def test_a_run_may_have_any_name(program, tmp_path):
 
 @pytest.fixture
 def merges(cache, monkeypatch):
-    """A small file in the format of GPT-2's merges, where the real one would be; its hash is the expected one."""
-    pytest.importorskip("tiktoken")
-    pairs = "t h", "th e", "\u0120 the", "\u0120 a", "\u010a \u010a", "\u0120 s", "\u0120 g", "\u0120 o"
-    content = "\n".join(("#version: 0.2", *pairs, "")).encode()  # U+0120 is a space, U+010A a line break
-    write_tree(cache, {"gpt2/vocab.bpe": content})
-    source = data.Source("https://nowhere.invalid/vocab.bpe", len(content), hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(data, "VOCAB_BPE", source)
+    """tiktoken's GPT-2 with eight merges in place of 50,000, so that no network is needed."""
+    tiktoken = pytest.importorskip("tiktoken")
+    pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    ranks = [*(bytes([b]) for b in range(256)), b"th", b"the", b" the", b" a", b"\n\n", b" s", b" g", b" o"]
+    ranks = {merged: i for i, merged in enumerate(ranks)}
+    special = {"<|endoftext|>": len(ranks)}
+    fake = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": fake}.__getitem__)
     monkeypatch.setattr(data, "GPT2_VOCAB", 265)
-    data.gpt2_encoding.cache_clear()
-    yield cache / "gpt2"
-    data.gpt2_encoding.cache_clear()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    return fake
 
 
-def test_tokens_are_the_merges_of_the_file(merges, monkeypatch):
-    """Ids 0-255 are the bytes, printable ones first; merges follow in their order."""
+def test_codec(merges, monkeypatch):
     encode, decode = data.codec(265)
-    for raw, tokens in (b"!~ ", [0, 93, 220]), (b"the the a", [257, 258, 259]), (b"\n\n", [260]), (b"", []):
+    for raw, tokens in (b"!~ ", [33, 126, 32]), (b"the the a", [257, 258, 259]), (b"\n\n", [260]), (b"", []):
         assert encode(raw) == tokens
     assert b"".join(map(decode, encode(bytes(range(128))))) == bytes(range(128))
     assert encode(b"\xff") == encode("\ufffd".encode())
     monkeypatch.setattr(data, "BLOCK", 1000)
     monkeypatch.setattr(data, "LONGEST_PIECE", 2000)
-    with pytest.raises(data.InputError, match="the text cannot be cut"):
+    with pytest.raises(data.InputError, match="the text: from byte 0 on no word ends"):
         encode(b" " * 10**4 + b"a")
     assert decode(264) == b"<|endoftext|>"
     assert data.codec(256)[0](b"ab") == [97, 98] and data.codec(256)[1](98) == b"b"
@@ -5630,43 +5469,31 @@ def test_tokens_are_the_merges_of_the_file(merges, monkeypatch):
         data.codec(300)
 
 
-def test_missing_merges_are_told_at_once(merges, program, monkeypatch):
-    """One line that says what to fetch and where to put it. All places are asked TRIES times together. A wrong file is
-    set aside."""
-    (merges / "vocab.bpe").write_bytes(b"something else")
-    monkeypatch.setenv("NO_PROXY", "*")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))  # bound, but nobody listens: refused at once
-        url, pauses, asked, request = f"http://127.0.0.1:{s.getsockname()[1]}/vocab.bpe", [], [], data.request
-        monkeypatch.setattr(data.time, "sleep", pauses.append)
-        monkeypatch.setattr(data, "request", lambda *args: asked.append(args) or request(*args))
-        source = dataclasses.replace(data.VOCAB_BPE, url=url, mirrors=(url + "?1", url + "?2"))
-        monkeypatch.setattr(data, "VOCAB_BPE", source)
-        code, _, err = program(data, "text.txt", "--tokens", "gpt2")
-        last = err.splitlines()[-1]
-        assert code == 2 and last.startswith(f"error: cannot download {url}?2 (")
-        assert last.endswith(f"; without a network put {url} as vocab.bpe into {merges}")
-        assert (len(asked), len(pauses)) == (data.TRIES, 3) and (merges / "vocab.bpe.bad").exists()
-        with pytest.raises(data.InputError, match="cannot download"):
-            data.obtain(data.Source(url, 5, "0" * 64), merges / "x")
-        assert (len(asked) - data.TRIES, len(pauses) - 3) == (data.TRIES, data.TRIES - 1)
+@pytest.mark.parametrize("place", [None, "mine"])
+def test_gpt2_without_a_network(place, program, monkeypatch):
+    """One line that says where tiktoken looks for its files: in our cache folder, unless another is set."""
+    pytest.importorskip("tiktoken")
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    monkeypatch.setattr("tiktoken.load.read_file", partial(raise_error, OSError("no network")))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "mine")
+    if not place:
+        monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
+    done = program(data, "text.txt", "--tokens", "gpt2")
+    assert_refused(done, f"(no network): without a network copy {place or data.cache_dir() / 'gpt2'} from a machine")
 
 
-LINES = [  # texts of every kind, also without a blank
-    "To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。", "🙂 🙂🙂\n", "aGVsbG8gd29ybGQ0", "007,",
-    "a" * 3000 + " " * 3000, "слово,", '{"ключ":"слово"}', "αβγ١٢٣", "จะอยู่หรือไม่อยู่", "រស់ឬមិនរស់", "ဖြစ်သည်", "ཡིན་ནམ་མིན་",
-    "होनायानहोना", "أَكون،", "слово🙂",
-]  # fmt: skip
+LINES = ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。\n", "🙂 🙂🙂\n", "a\n" + " " * 3000,
+         '{"ключ": "слово"} ', "จะอยู่ หรือไม่อยู่", "होना या न होना", "أَكون، ", "слово🙂\t"]  # fmt: skip
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 2000])
 def test_tokens_do_not_depend_on_where_text_is_cut(block, merges, monkeypatch):
     """Whatever the text: those of all in one piece; and no more than a few blocks are encoded at once."""
-    sizes, random, whole = [], np.random.RandomState(0), data.gpt2_encoding().encode_ordinary
-    spy = lambda text: sizes.append(len(text.encode())) or whole(text)
-    monkeypatch.setattr(data.gpt2_encoding(), "encode_ordinary", spy)
+    sizes, random, whole, spy = [], np.random.RandomState(0), merges.encode_ordinary, copy.copy(merges)
+    spy.encode_ordinary = lambda text: sizes.append(len(text.encode())) or whole(text)
+    monkeypatch.setattr(data, "gpt2_encoding", lambda: spy)
     monkeypatch.setattr(data, "BLOCK", block)
-    monkeypatch.setattr(data, "LONGEST_PIECE", max(2 * block, 1000))
+    monkeypatch.setattr(data, "LONGEST_PIECE", max(2 * block, 4000))
     texts = [line * (1 + 15_000 // len(line.encode())) for line in LINES] if block == 2000 else []
     pieces = [*" \n\r\t\x1c\u00a0\u3000'.,=-1éя中。🙂½٣\u0301", "\r\n", "  ", "'s", "'ll", "the", "ก็"]
     for trial in range(800 * (block < 2000)):
@@ -5692,7 +5519,7 @@ def test_data_in_tokens(merges, monkeypatch):
         assert np.array_equal(data.load("a.txt", 64, tokens="gpt2").tokens, corpus.tokens)
     Path("b.tokens").write_bytes(corpus.tokens.tobytes())  # ready-made
     ready = data.load("b.tokens", 64, tokens="gpt2", verify=True)
-    assert np.array_equal(ready.tokens, corpus.tokens) and not ready.verified
+    assert np.array_equal(ready.tokens, corpus.tokens) and not ready.record
 
 
 def test_tokens_of_a_corpus_with_its_own_splits(merges, monkeypatch):
@@ -5701,9 +5528,9 @@ def test_tokens_of_a_corpus_with_its_own_splits(merges, monkeypatch):
     Path("w").write_bytes(text)
     splits = {"train": [0, 5600], "val": [5600, 6300], "test": [6300, 7000]}
     corpus = data.map_file("wikitext103", Path("w"), "u1", {"splits": splits})
-    with pytest.raises(data.InputError, match="train of WikiText-103 became .* tokens instead of 117,920,140"):
+    with pytest.raises(data.InputError, match="train of WikiText-103 became 3,200 tokens"):
         data.tokenize(corpus)
-    assert not list(data.cache_dir().rglob("*.tokens*"))
+    assert not list(data.cache_dir().rglob("*.tokens"))
     counts = {name: len(data.gpt2_encoding().encode_ordinary(text[a:b].decode())) for name, (a, b) in splits.items()}
     monkeypatch.setattr(data, "WIKITEXT_TOKENS", counts)
     tokens = data.tokenize(corpus)
