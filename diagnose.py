@@ -27,9 +27,9 @@ import hmamba
 import htransformer
 import pam
 import sample
-from data import InputError, Parser, cache_dir, command_line, explain, hold
-from report import (COLOURS, figure, log_axis, markdown, mean_interval, spec_label, parse_out, read_log, shades,
-                    show_report, style)  # fmt: skip
+from data import InputError, Parser, cache_dir, command_line, explain
+from report import (COLOURS, figure, interval_text, log_axis, markdown, mean_interval, parse_out, range_text, read_log,
+                    shades, show_report, spec_label, style)  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Effective rank of the memory (PAM section III)
@@ -61,15 +61,11 @@ def state_ranks(model, tokens, positions):
 def ranks_table(positions, trained, untrained, after):
     """Markdown: for each layer and head the effective rank after `after` tokens, and from there on its mean (range).
     trained, untrained: of state_ranks; means over the windows."""
-
-    def cell(curve):
-        return f"{curve.mean():.2f} ({curve.min():.2f}-{curve.max():.2f})"
-
     first, rows = positions.index(after), []
     for layer in range(trained.shape[1]):
         for head in range(trained.shape[2]):
-            ours, fresh = (ranks[first:, layer, head].mean(-1) for ranks in (trained, untrained))
-            rows.append([layer, head, f"{ours[0]:.2f}", cell(ours), f"{fresh[0]:.2f}", cell(fresh)])
+            ours, fresh = (ranks[first:, layer, head].mean(-1).tolist() for ranks in (trained, untrained))
+            rows.append([layer, head, f"{ours[0]:.2f}", range_text(ours, 2), f"{fresh[0]:.2f}", range_text(fresh, 2)])
     at, on = f"after {after} tokens", f"from there to {positions[-1]} (range)"
     return markdown(["layer", "head", at, on, f"untrained, {at}", f"untrained, {on}"], rows)
 
@@ -121,16 +117,12 @@ def repetitions(texts, split):
 def repetition_rows(events, windows, split, decode):
     """Rows of a table: kind of text, how many, and each kind of repetition with a 95 % interval; of the windows (B, T)
     of real text, and of the texts logged in the last tenth of the steps. decode: of a token."""
-    rows, end = [], 0.9 * events[-1]["step"]
+    end = 0.9 * events[-1]["step"]
     texts = {"validation text": [b"".join(map(decode, window)).decode(errors="replace") for window in windows.tolist()]}
     for event, name in SAMPLING.items():
         texts[name] = [e["text"] for e in events if e["event"] == event and e["step"] >= end]
-    for name, written in texts.items():
-        if written:
-            intervals = map(mean_interval, repetitions(written, split).values())
-            cells = [f"{mean:.3f}" + ("" if half is None else f" +- {half:.3f}") for mean, half in intervals]
-            rows.append([name, len(written), *cells])
-    return rows
+    return [[name, len(written), *map(interval_text, repetitions(written, split).values())]
+            for name, written in texts.items() if written]  # fmt: skip
 
 
 def plot_repetition(curves, path):
@@ -141,7 +133,7 @@ def plot_repetition(curves, path):
         of_panel = lines.setdefault("unique tokens" if key == "unique" else f"{key}s that occurred before", {})
         for run, (model, steps, means) in curves.items():
             of_panel[run] = style(model) | {"marker": ".", "lw": 1}, [(steps, means[key])]
-    with figure(path, "Repetition of the texts generated in training", lines, 3, xlabel="optimization step") as axes:
+    with figure(path, "Repetition of the texts generated in training", lines, 3, xlabel="optimization step", sharey=False) as axes:
         for ax, paper in zip(axes, PAPER_REPETITION.values()):
             ax.axhline(paper, ls="--", color="0.4", lw=1, label="the paper's")
             ax.set_ylim(0, None)
@@ -167,16 +159,13 @@ def phase_coherence(embedding, pairs):
 
 def word_tokens(tokens, decode):
     """{word: its token} of those in `tokens` (size,) that are a space and then the word. decode: token -> bytes."""
-    blocks = np.array_split(tokens, 1 + len(tokens) // (1 << 22))  # a large map is never copied whole
-    seen = {token: decode(token) for token in set().union(*(np.unique(block).tolist() for block in blocks))}
+    seen = {token: decode(token) for token in np.unique(tokens).tolist()}
     return {text[1:].decode(errors="replace"): token for token, text in seen.items() if text.startswith(b" ")}
 
 
 def wordnet_pairs(folder):
-    """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv.
-
-    Returns: (synonyms, antonyms), sets of (lemma, lemma) in alphabetical order, spaces for underscores; what is both is
-        in neither. Raises InputError for a file that is missing or not WordNet's."""
+    """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv:
+    two sets of (lemma, lemma) in alphabetical order, spaces for underscores. What is both is in neither."""
     words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
     for pos in ("noun", "verb", "adj", "adv"):
         path = Path(folder) / f"data.{pos}"
@@ -187,16 +176,14 @@ def wordnet_pairs(folder):
             for line in lines:
                 if line.startswith("  "):  # the licence
                     continue
-                fields = line.partition(" | ")[0].split(" ")
-                key, count = (pos, fields[0]), int(fields[3], 16)
-                lemmas = [word.partition("(")[0].replace("_", " ") for word in fields[4 : 4 + 2 * count : 2]]
-                words[key], at = lemmas, 5 + 2 * count  # behind the number of pointers
-                for i in range(at, at + 4 * int(fields[at - 1]), 4):
-                    symbol, offset, other, places = fields[i : i + 4]
+                offset, _, _, count, *rest = line.partition(" | ")[0].split(" ")
+                end = 2 * int(count, 16)  # of the words, each with a number
+                words[pos, offset] = [word.partition("(")[0].replace("_", " ") for word in rest[:end:2]]
+                for symbol, target, of, places in zip(*[iter(rest[end + 1 :])] * 4):  # behind the number of pointers
                     if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
-                        other = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}[other]
-                        source, target = (int(n, 16) for n in (places[:2], places[2:]))
-                        opposites.append(((key, source), ((other, offset), target)))
+                        target = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}[of], target
+                        ends = int(places[:2], 16), int(places[2:], 16)
+                        opposites.append((((pos, offset), ends[0]), (target, ends[1])))
         except (ValueError, IndexError, KeyError):
             raise InputError(f"{path} is not a data file of WordNet: {line[:60]!r}") from None
     synonyms = {tuple(sorted(pair)) for lemmas in words.values() for pair in combinations(set(lemmas), 2)}
@@ -217,22 +204,17 @@ def coherence_groups(embedding, untrained, pairs, ids, seed=1):
         is not in `ids` are dropped. A group "random" is added, as many pairs as the first group has, of all words.
     Returns: {name: dict} with n; words, how many there are; coherence and phase (n,); untrained, the mean coherence
         there; and of each of REPAIRINGS shuffles of the second words its mean coherence, shuffled, and its near_zero,
-        shuffled_near. Raises InputError if less than two pairs are left."""
-    generator = torch.Generator().manual_seed(seed)
+        shuffled_near."""
+    generator, tokens, found = torch.Generator().manual_seed(seed), {}, {}
     embedding, untrained = embedding.double(), untrained.double()  # once for all calls of phase_coherence
-    tokens = {
-        name: torch.tensor([[ids[a], ids[b]] for a, b in sorted(group) if a in ids and b in ids])
-        for name, group in pairs.items()
-    }
-    tokens = {name: group for name, group in tokens.items() if len(group) > 1}
+    for name, group in pairs.items():
+        known = [[ids[a], ids[b]] for a, b in sorted(group) if a in ids and b in ids]
+        tokens |= {name: torch.tensor(known)} if len(known) > 1 else {}
     if not tokens:
-        raise InputError(
-            "fewer than two pairs of WordNet's words are tokens that occur in the training text: train on more"
-        )
+        raise InputError("fewer than two pairs of WordNet's words are tokens of the training text: train on more")
     words, n = torch.cat([*tokens.values()]).unique(), len(next(iter(tokens.values())))
     draws = words[torch.randint(len(words), (2 * n + 8, 2), generator=generator)]
     tokens["random"] = draws[draws[:, 0] != draws[:, 1]][:n]
-    found = {}
     for name, group in tokens.items():
         g = found[name] = {"n": len(group), "words": len(group.unique()), "shuffled": [], "shuffled_near": []}
         g["coherence"], g["phase"] = phase_coherence(embedding, group)
@@ -306,7 +288,7 @@ def plot_phases(z, labels, title, path):
     """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T)."""
     layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
     titles = [f"layer {layer}" for layer in layers]
-    with figure(path, title, titles, height=2) as axes:
+    with figure(path, title, titles, height=2, sharex=False) as axes:
         import matplotlib
 
         for ax, layer in zip(axes, layers):
@@ -336,11 +318,9 @@ def phases(folders, text):
         encode, decode = data.codec(model.config.V)
         tokens = encode(text[: 64 * MOST_TOKENS])[:MOST_TOKENS]
         what = next((what for model_class, what in DRAWN.items() if isinstance(model, model_class)), None)
-        with torch.random.fork_rng():
-            z = complex_states(model, torch.tensor([tokens])) if what else None
+        z = complex_states(model, torch.tensor([tokens])) if what else None
         if z is None:
-            why = "is real: it has no phase" if what else "is none of those that can be drawn: its state is unknown here"
-            lines.append(f"{folder.name}: {meta['spec']} {why}")
+            lines.append(f"{folder.name}: {meta['spec']} has no phase that can be drawn")
             continue
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character stands at its last byte
         shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u2192", "\r": "\u240d"})
@@ -353,16 +333,11 @@ def phases(folders, text):
 
 def diagnose(folders, logs, wordnet=None):
     """The tables of the module's docstring of runs of PAM and SAM. wordnet: the folder of WordNet's files, or None.
-
-    Returns: the tables; those of ranks by layer and head; {file name: function that draws it}. Raises InputError:
-        another model, no checkpoint, other data than the run's, word pairs of bytes."""
+    Returns: the tables; those of ranks by layer and head; {file name: function that draws it}."""
     for folder, events in zip(folders, logs):
         s = events[0]["settings"]
         if s["model"].split(":")[0] not in ("pam", "sam"):
-            how = "its state is no matrix, draw it with --text or --prompt"
-            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: {how}")
-        if not {"data", "tokens", "seq"} <= s.keys():
-            raise InputError(f"{folder} was written by another version of train.py")
+            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: draw its state with --text or --prompt")
         if wordnet and s["tokens"] != "gpt2":
             raise InputError(f"{folder} has bytes, and no byte is a word: --wordnet takes runs with --tokens gpt2")
     pairs = dict(zip(("synonyms", "antonyms"), wordnet_pairs(wordnet))) if wordnet else {}
@@ -381,9 +356,8 @@ def diagnose(folders, logs, wordnet=None):
         settled = min(PAPER_SETTLED, s["seq"])
         positions = sorted({settled, s["seq"]} | {int(1.15**i) for i in range(int(math.log(s["seq"], 1.15)) + 1)})
         ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
-        heads = [r[positions.index(t)].mean(-1) for r in ranks for t in (settled, s["seq"])]
-        cells = [f"{x.mean():.2f} ({x.min():.2f}-{x.max():.2f})" for x in heads]
-        rank_rows.append([name, d, len(windows), s["seq"], *cells])
+        heads = [r[positions.index(t)].mean(-1).flatten().tolist() for r in ranks for t in (settled, s["seq"])]
+        rank_rows.append([name, d, len(windows), s["seq"], *(range_text(x, 2) for x in heads)])
         by_head += [f"#### {name}", ranks_table(positions, *ranks, settled)]
         figures[f"ranks-{name}.png"] = partial(plot_ranks, positions, *ranks, d)
 
@@ -432,32 +406,28 @@ def main():
     texts.add_argument("--prompt", help="draw phases over this text")
     words = "folder of WordNet's files, for word pairs; of runs on GPT-2's tokens"
     parser.add_argument("--wordnet", metavar="FOLDER", help=words)
-    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class of runs whose model is a file's")
+    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class, if a file of yours has it")
     args = parser.parse_args()
     sample.import_models(args.model)
     paths = [Path(os.path.expanduser(run)) for run in args.runs]
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
     if len({folder.name for folder in folders}) < len(folders):
         raise InputError("two runs have the same name, and figures are named after them: rename one")
-    text, out = args.prompt, parse_out(args.out)
-    if out.exists():
-        with hold(out):  # else it would be refused after minutes of work
-            pass
-    if args.text is not None:
-        with explain(f"read --text {args.text} (for a text: --prompt)"), open(os.path.expanduser(args.text), "rb") as f:
-            text = f.read(64 * MOST_TOKENS)
-    elif text is not None:
-        text = text.encode("utf-8", errors="surrogateescape")
-    if text is None:
+    out = parse_out(args.out)
+    with explain(f"write {out}"):
+        out.mkdir(parents=True, exist_ok=True)  # not after minutes of work
+    if args.text is None and args.prompt is None:
         wordnet = args.wordnet and os.path.expanduser(args.wordnet)
         tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], wordnet)
         show_report(tables, figures, out, f"{tables}\n\n{by_head}")
-    elif not text or args.wordnet:
-        clash = "--wordnet goes without --text and --prompt"
-        raise InputError(clash if text else "the text to draw phases over is empty")
-    else:
-        lines, figures = phases(folders, text)
-        show_report(lines, figures, out, written="")
+        return
+    text = (args.prompt or "").encode()
+    if args.text is not None:
+        with explain(f"read --text {args.text} (for a text: --prompt)"), open(os.path.expanduser(args.text), "rb") as f:
+            text = f.read(64 * MOST_TOKENS)
+    if not text or args.wordnet:
+        raise InputError("phases are drawn over a text that is not empty, and without --wordnet")
+    show_report(*phases(folders, text), out, written="")
 
 
 if __name__ == "__main__":
