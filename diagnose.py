@@ -133,7 +133,8 @@ def plot_repetition(curves, path):
         of_panel = lines.setdefault("unique tokens" if key == "unique" else f"{key}s that occurred before", {})
         for run, (model, steps, means) in curves.items():
             of_panel[run] = style(model) | {"marker": ".", "lw": 1}, [(steps, means[key])]
-    with figure(path, "Repetition of the texts generated in training", lines, 3, xlabel="optimization step", sharey=False) as axes:
+    title = "Repetition of the texts generated in training"
+    with figure(path, title, lines, 3, xlabel="optimization step", sharey=False) as axes:
         for ax, paper in zip(axes, PAPER_REPETITION.values()):
             ax.axhline(paper, ls="--", color="0.4", lw=1, label="the paper's")
             ax.set_ylim(0, None)

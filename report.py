@@ -137,8 +137,6 @@ PAPER = {
     "spread": {"hmamba": "about 2", "mamba": "more than 10"},  # 8.4
     "last over first": {"mamba": "10 to 100"},  # 8.4
 }
-PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 "
-              "and Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
 PAPER_WARMUP = 0.75  # of 1000 steps, table 4
 
 # CSP tables 2-4: mean accuracy at these lengths, then the five seeds at 64. Table 1 prints other means at 16 and 32.
@@ -204,7 +202,10 @@ def mean_ratio(both):
     return math.exp(mean), None if half is None else (math.exp(mean - half), math.exp(mean + half))
 
 
-def ratio_text(both):
+def ratio_text(both, sign="="):
+    """Of mean_ratio; sign: ">" if the ratio is at least that, "<" if at most, "" if nothing is known."""
+    if sign != "=":
+        return f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-"
     mean, ends = mean_ratio(both)
     return f"{mean:.2f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
 
@@ -241,7 +242,7 @@ def nest(rows):
         for name in names:
             runs = runs.setdefault(name, {})
         if runs.setdefault(seed, run) is not run:
-            raise InputError(f"two runs of {', '.join(names)} with seed {seed}: name one of them")
+            raise InputError(f"two runs of {' on '.join(reversed(names))} with seed {seed}: name one of them")
     return found
 
 
@@ -348,15 +349,14 @@ def log_axis(ax, which, ticks=None, form="{x:g}"):
              minor_locator=ticker.NullLocator(), major_formatter=form)  # fmt: skip
 
 
-def write_report(text, figures, out, tables="tables.md"):
-    """Writes `text`, if there is any, as the file `tables` of the folder `out`, then draws `figures`, {file name:
-    function of its path}. A figure that cannot be drawn is a line on stderr. Returns the paths that were written."""
-    paths = []
-    if text:
+def write_report(text, figures, out):
+    """Writes `text`, if there is any, as tables.md into the folder `out`, then draws `figures`, {file name: function of
+    its path}. A figure that cannot be drawn is a line on stderr. Returns the paths that were written."""
+    paths = [out / "tables.md"] * bool(text)
+    for path in paths:
         with explain(f"write {out}"):
             out.mkdir(parents=True, exist_ok=True)
-            replace_file(out / tables, lambda f: f.write((text + "\n").encode(errors="replace")))
-        paths.append(out / tables)
+            replace_file(path, lambda f: f.write((text + "\n").encode(errors="replace")))
     for name, draw in figures.items():
         try:
             draw(out / name)
@@ -374,13 +374,13 @@ def parse_out(text):
     return out
 
 
-def show_report(text, figures, out=None, written=None, tables="tables.md"):
-    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. written: what the file
-    `tables` holds, if not `text`. Exits with the code 2 if a figure cannot be drawn."""
+def show_report(text, figures, out=None, written=None):
+    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. written: what tables.md
+    holds, if not `text`. Exits with the code 2 if a figure cannot be drawn."""
     written, paths = text if written is None else written, []
     try:
         if out:
-            paths = write_report(written, figures, out, tables)
+            paths = write_report(written, figures, out)
     finally:  # shown also where they cannot be written
         print(text, *(f"wrote {path}" for path in paths), sep="\n", flush=True)
     if out and len(paths) < len(figures) + bool(written):
@@ -542,6 +542,21 @@ def targets(models):
     return sorted(found, reverse=True)
 
 
+def step_ratio(runs, others, target):
+    """The steps of one model to a loss over another's, over the seeds of both: ([(steps, the other's)], sign).
+
+    sign: "="; or where runs of one model do not reach it, and their last steps stand for them, ">", the ratio is at
+    least that, or "<", at most; or "", if nothing follows."""
+    seeds, steps, missed = [seed for seed in runs if seed in others], [], []
+    for of in (runs, others):
+        found = [steps_to_target(of[seed], target) for seed in seeds]
+        missed.append(None in found)
+        ends = [(curve(of[seed])[0] or [0])[-1] for seed in seeds]
+        steps.append([end if x is None else x for end, x in zip(ends, found)])
+    both, sign = [*zip(*steps)], {(False, False): "=", (True, False): ">", (False, True): "<"}.get(tuple(missed), "")
+    return both, sign * all(map(all, both))
+
+
 def of_runs(value, digits, paper=None):
     """A column of by_model: the range over the seeds of value(events); in italics the paper's, {label: text}."""
     printed = {label: f" *{text}*" for label, text in (paper or {}).items()}
@@ -590,7 +605,12 @@ def training_tables(shared, models):
         return None if None in losses else statistics.fmean(losses)
 
     of_steps = [of_runs(of, 0, paper["steps"].get(goal)) for of, goal in zip(steps, goals)]
-    ratios = [(of, paper["ratio of steps"] if goal in (2.5, 2.2, 2.0) else {}) for of, goal in zip(steps, goals)]
+    ratios = []
+    for label, other, _ in pairs(models, curve):
+        cells = [ratio_text(*step_ratio(models[label], models[other], goal)) for goal in goals]
+        printed = paper["ratio of steps"].get(label) if other == COMPLEX.get(label) else None
+        cells = [cell + f" *{printed}*" * bool(printed and goal in (2.5, 2.2, 2.0)) for cell, goal in zip(cells, goals)]
+        ratios.append([f"{label} / {other}", *cells])
     gaps = [(partial(loss_at, step=warm), {} if constant else paper["gap after warmup"]), (at_budget, paper["gap"]),
             (final_loss, {}), (mean_loss, {})]  # fmt: skip
     ends = [of_runs(at_budget, 3), of_runs(final_loss, 3, paper["loss"])]
@@ -606,15 +626,16 @@ def training_tables(shared, models):
     adamw = f", AdamW {tuple(o['betas'])}, decay {o['decay']}, gradients clipped at {o['clip']:g}" if o else ""
     return "\n\n".join(filter(None, [
         f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {budget:,} steps of {shared['batch']} x "
-        f"{shared['seq']} tokens, {schedule}{adamw}, {shared['dtype']}. Validation every {shared['eval_every']} steps on {shared['eval_seqs']} fixed windows, at "
-        f"the end on the whole split. {ran[0]}; threads: {ran[1]}; PyTorch {torch}; code {ran[2]}. In brackets: lowest and "
-        "highest seed; +- and square brackets: 95 % interval, paired by seed; *italics*: the paper's, 253M parameters, "
-        "one seed on each of three corpora.",
+        f"{shared['seq']} tokens, {schedule}{adamw}, {shared['dtype']}. Validation every {shared['eval_every']} steps "
+        f"on {shared['eval_seqs']} fixed windows, at the end on the whole split. {ran[0]}; threads: {ran[1]}; PyTorch "
+        f"{torch}; code {ran[2]}. In brackets: lowest and highest seed; +- and square brackets: 95 % interval, paired "
+        "by seed; *italics*: the paper's, 253M parameters, one seed on each of three corpora.",
         markdown(["model", "parameters", "learning rate", "seeds"],
                  by_model(models, [of_first("{params[total]:,}"), of_first(rate), lambda label, runs: len(runs)])),
         markdown(["model", *heads], by_model(models, of_steps), "#### Steps to a validation loss") if goals else "",
-        markdown(["pair", *heads], by_pair(models, "/", ratio_text, ratios), "#### Ratio of steps",
-                 "Above 1: the second is faster. Geometric means."),
+        markdown(["pair", *heads], ratios if goals else [], "#### Ratio of steps",
+                 "Above 1: the second is faster. Geometric means. > and <: runs do not reach the loss, their last step "
+                 "stands for them, and the ratio is a bound."),
         markdown(["pair", f"at step {warm:.0f}, {what}", f"at step {budget}, the budget", "there, whole split",
                   "mean of all evaluations but the first"], by_pair(models, "-", difference_text, gaps),
                  f"#### Gap in validation loss, {loss}", "Above 0: the second leads."),
@@ -802,53 +823,19 @@ def csv_text(logs):
     return text.getvalue()
 
 
-# ---- all ratios of steps in one figure ----
-
-
-def bounded_ratio(runs, others, target):
-    """The steps of one model to a loss over another's, over the seeds of both: (sign, [(steps, the other's)]).
-
-    sign: "="; or where runs of one model do not reach it, and their last steps stand for them, ">", the ratio is at
-    least that, or "<", at most; or "", if nothing follows."""
-    seeds, steps, missed = [seed for seed in runs if seed in others], [], []
-    for of in (runs, others):
-        found = [steps_to_target(of[seed], target) for seed in seeds]
-        missed.append(None in found)
-        steps.append([curve(of[seed])[0][-1] if x is None else x for seed, x in zip(seeds, found)])
-    both, sign = [*zip(*steps)], {(False, False): "=", (True, False): ">", (False, True): "<"}.get(tuple(missed), "")
-    return sign * all(map(all, both)), both
-
-
-def forest(folders):
-    """All ratios of steps of runs of train.py, {name of a folder: logs}: (table, function that draws the figure)."""
-    found, losses, rows = {}, set(), []  # {group: {(label, reference): {loss: bounded_ratio}}}
+def plot_forest(folders, path):
+    """All ratios of steps of runs of train.py, {name of a folder: logs}: a row for each pair, in it from top to bottom
+    the ratios to ever lower losses, with 95 % intervals."""
+    found = {}  # {group: {(label, reference): [step_ratio]}}
     for folder, groups in ((folder, group_runs(logs)) for folder, logs in folders.items()):
         for (shared, models), values in zip(groups, differences(groups)):
             name = f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}"
             name = "; ".join(filter(None, [name, told(values, "size", "steps", "schedule", "warmup")]))
-            goals = {goal: f"{goal} {unit(shared['tokens'])}" for goal in targets(models)}
-            losses.update(goals.values())
             for label, other, _ in pairs(models, curve):
-                ratios = {text: bounded_ratio(models[label], models[other], goal) for goal, text in goals.items()}
-                found.setdefault(name, {})[label, other] = ratios
-    losses = sorted(losses, key=lambda loss: (-float(loss.split()[0]), loss))
-    for group, of_pairs in found.items():
-        for (label, other), ratios in of_pairs.items():
-            cells = []
-            for sign, both in (ratios.get(loss, ("", [])) for loss in losses):
-                cells.append(ratio_text(both) if sign == "=" else f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-")
-            paper = PAPER["ratio of steps"].get(label, "-") if other == COMPLEX.get(label) else "-"
-            rows.append([group, f"{label} / {other}", *cells, paper])
-    if not rows:
+                ratios = [step_ratio(models[label], models[other], goal) for goal in targets(models)]
+                found.setdefault(name, {})[label, other] = [ratio for ratio in ratios if ratio[1]]
+    if not found:
         raise InputError("no two models of these runs have a ratio of steps")
-    text = (f"Runs of {len(found)} kinds: steps of a pair's first model to a validation loss over the second's. Above "
-            "1: the second is faster. Geometric means over seeds, 95 % intervals. > and <: runs do not reach the loss, "
-            "their last step stands for them, and the ratio is a bound.")  # fmt: skip
-    return markdown(["runs", "pair", *losses, "the paper's"], rows, note=text), partial(plot_forest, found)
-
-
-def plot_forest(found, path):
-    """A row for each pair of `forest`: from top to bottom the ratios to ever lower losses, with 95 % intervals."""
     title = ("Steps to a validation loss, of the first model of a pair over those of the second. In each row the loss "
              "falls from top to bottom. Bars: 95 % over seeds; triangles: at least, or at most")  # fmt: skip
     height = 0.34 * sum(1 + len(rows) for rows in found.values())
@@ -861,8 +848,7 @@ def plot_forest(found, path):
             for (label, other), ratios in rows.items():
                 y -= 1
                 names[y] = f"{label}\n/ {other}"
-                bounded = [ratio for ratio in ratios.values() if ratio[0]]
-                for at, (sign, both) in zip(np.linspace(y + 0.36, y - 0.36, len(bounded) + 2)[1:-1], bounded):
+                for at, (both, sign) in zip(np.linspace(y + 0.36, y - 0.36, len(ratios) + 2)[1:-1], ratios):
                     (mean, ends), colour = mean_ratio(both), style(label)["color"]
                     ax.plot(mean, at, sign.replace("=", "o"), color=colour, ms=4)
                     means += [mean / 1.1, mean * 1.1]
@@ -903,8 +889,8 @@ def late_metric(values):
 
 
 def epochs_table(logs):
-    """Markdown: the paper's late metric of finished runs in epochs, in nats and as perplexity, and of pairs the ratio of
-    perplexities; beside the paper's, if the tokens are its own."""
+    """Markdown: the paper's late metric of finished runs in epochs, in nats and as perplexity, and of pairs the ratio
+    of perplexities; beside the paper's, if the tokens are its own."""
     models = nest((label, events[0]["settings"]["seeds"], events)
                   for label, events in zip(run_labels(logs), logs) if late_losses(events))  # fmt: skip
     s = logs[0][0]["settings"]
@@ -957,21 +943,20 @@ def power_laws(groups):
     return laws
 
 
-def slope_text(quantity, model, law):
-    paper = f" *{PAPER_FITS[quantity][model]}*" if model in PAPER_FITS[quantity] else ""
-    return f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}{paper}"
+def slope_text(law):
+    return f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
 
 
 def scaling_table(laws):
     rows = []
     for quantity, models in laws.items():
-        first, (sizes_of_first, *_, law_of_first) = next(iter(models.items()))
+        paper, (first, (sizes_of_first, *_, law_of_first)) = PAPER_FITS[quantity], next(iter(models.items()))
         for name, (sizes, _, _, law) in models.items():
             met = crossing(law_of_first, law, len(sizes_of_first) + len(sizes) - 4) if name != first else None
             place = f"{met[0]:.2g} ({met[1]:.3g})" if met else "-"
-            if (first, name) == ("pam", "sam"):
-                place += " *{:.2g} ({})*".format(*PAPER_FITS[quantity]["crossing"])
-            rows.append([quantity, name, len(sizes), len({*sizes}), slope_text(quantity, name, law), place])
+            place += " *{:.2g} ({})*".format(*paper["crossing"]) * ((first, name) == ("pam", "sam"))
+            slope = slope_text(law) + (f" *{paper[name]}*" if name in paper else "")
+            rows.append([quantity, name, len(sizes), len({*sizes}), slope, place])
     note = ("Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there "
             "is no crossing. *Italics: the paper's, of GPT-2's tokens.*")  # fmt: skip
     head = ["quantity", "model", "runs", "sizes", "slope +- standard error", f"crosses {first} at N (y)"]
@@ -987,7 +972,7 @@ def plot_scaling(laws, path):
                 colour, ends = style(name)["color"], [sizes[0], sizes[-1]]
                 bars = [y * sigma * math.log(10) for y, sigma in zip(values, sigmas)]
                 beside = [n * 1.012 ** (4 * i + sizes[:k].count(n)) for k, n in enumerate(sizes)]
-                label = f"{name}, {quantity}: slope {slope_text(quantity, name, law)}"
+                label = f"{name}, {quantity}: slope {slope_text(law)}"
                 ax.errorbar(beside, values, bars, fmt="^*os"[i % 4], color=colour, ms=5, lw=0.8, capsize=2, label=label)
                 ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
             ax.set_yscale("log")
@@ -1000,13 +985,6 @@ def plot_scaling(laws, path):
 # Tasks (CSP section 3, appendices A and B)
 
 PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", "decoder")
-
-
-def check_task(events, path):
-    """The events of a run of tasks.py, or InputError."""
-    if "task" not in events[0]["settings"]:
-        raise InputError(f"{path} is no log of tasks.py")
-    return events
 
 
 def protocol(events):
@@ -1168,15 +1146,15 @@ def main():
     of_tasks, *both = {"task" in events[0]["settings"] for events in found.values()}
     if both or (of_tasks and args.forest):
         raise InputError("logs of tasks.py go neither into one report with those of train.py, nor into --forest")
-    logs, written, tables = [*found.values()], None, "tables.md"
+    logs, written = [*found.values()], None
     if args.forest:
+        if not is_figure:
+            raise InputError("--forest draws one figure: name it, such as --out forest.png")
         folders = {}
         for path, events in found.items():
             folder = (path.parent if path.name == "log.jsonl" else path).absolute().parent.name
             folders.setdefault(folder, []).append(events)
-        text, plot = forest(folders)
-        name = alone if is_figure else Path("forest.png")
-        figures, tables = {name.name: plot}, f"{name.stem}.md"
+        text, figures = "", {alone.name: partial(plot_forest, folders)}
     else:
         text, figures = (task_tables(logs), task_figures(group_tasks(logs))) if of_tasks else training_report(logs)
     if is_figure and not args.forest:
@@ -1189,7 +1167,7 @@ def main():
     if args.csv is not None:
         with explain(f"write --csv {args.csv}"):
             Path(args.csv).expanduser().write_text(csv_text(found))
-    show_report(text, figures, out, written, tables)
+    show_report(text, figures, out, written)
 
 
 if __name__ == "__main__":

@@ -355,7 +355,7 @@ def is_finished(out, s):
     path = log_path(out, s)
     if not path.exists():
         return False
-    events = report.check_task(report.read_log(path), path)
+    events = report.read_log(path)
     files = file_hashes(s)
     before, now = events[0]["settings"] | events[0].get("files", files), asdict(s) | files
     if before != now:
@@ -387,7 +387,7 @@ def finished_logs(out, protocol):
     logs = []
     for path in sorted(out.glob("*/log.jsonl")):
         try:
-            events = report.check_task(report.read_log(path), path)
+            events = report.read_log(path)
         except InputError as e:
             data.note(f"note: {e}; it is left out")
         else:
