@@ -415,8 +415,6 @@ def main():
     if len({folder.name for folder in folders}) < len(folders):
         raise InputError("two runs have the same name, and figures are named after them: rename one")
     out = parse_out(args.out)
-    with explain(f"write {out}"):
-        out.mkdir(parents=True, exist_ok=True)  # not after minutes of work
     if args.text is None and args.prompt is None:
         wordnet = args.wordnet and os.path.expanduser(args.wordnet)
         tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], wordnet)
