@@ -5976,7 +5976,7 @@ def test_interpreter(background):
     output, _ = background["test_interpreter"].communicate()
     assert background["test_interpreter"].returncode == 0, output[-3000:]
     assert "skipped" not in output
-    assert int(re.search(r"(\d+) passed", output)[1]) >= 60
+    assert int(re.search(r"(\d+) passed", output)[1]) >= 50
 
 
 @pytest.mark.slow
