@@ -4174,7 +4174,7 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
     os.chdir("lib")  # the file is named from where one is
     run = f"../{run}"
     assert "tokens/s" in program(sample, run, "--model", spec, "--length", 9)[2]
-    assert "unknown here" in program(diagnose, run, "--prompt", "x", "--model", spec)[1]
+    assert "has no phase" in program(diagnose, run, "--prompt", "x", "--model", spec)[1]
     assert "differs from" in program(train, "--resume", run, "--model", f"{spec}:D=4")[2]
     code, out, _ = program(train, "--resume", run, "--model", "../lib/mygru.py:MyGRU")
     assert code == 0 and f"python sample.py {run} --model ../lib/mygru.py:MyGRU)" in out  # as it was typed
