@@ -31,7 +31,6 @@ import socket
 import sys
 import sysconfig
 import time
-import uuid
 import zipfile
 import zlib
 from contextlib import contextmanager, nullcontext, suppress
@@ -154,7 +153,7 @@ def cache_dir():
 def replace_file(path, write, keep=None):
     """write(f) makes the content of `path`. At any moment, also after a crash, it is the old file or the new one.
     `keep`: the old file gets this name (and for a moment `path` is missing)."""
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # unique: another process may be doing the same
+    part = path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")  # unique: another process may be doing the same
     try:
         with open(part, "xb") as f:
             write(f)
@@ -245,7 +244,7 @@ class Recipe:
 
     about: str
     sources: tuple = ()
-    separator: str = ""  # after every document
+    separator: str = "\n\n"  # after every document of a parquet or JSON lines file
     cut: int | None = None  # bytes: ends with the last document that fits whole
     size: int = 0  # bytes, about
     download: int = 0  # bytes, about
@@ -254,12 +253,10 @@ class Recipe:
     origin: str | Path | None = None  # of files here, what the user named; their one source is that file or folder
 
 
-SEPARATOR = "\n\n"
 HUB = "https://huggingface.co"  # $HF_ENDPOINT may name a mirror: the hashes make any safe
 OWT = f"{HUB}/datasets/Skylion007/openwebtext/resolve/79d93d786212f7344586290adb811d4ae6a1762c/plain_text/"
 FINEWEB = f"{HUB}/datasets/HuggingFaceFW/fineweb/resolve/9bb295ddab0e05d785b879661af7260fed5140fc/sample/10BT/"
 WIKITEXT = f"{HUB}/datasets/Salesforce/wikitext/resolve/b08601e04326c79dfdd32d625aee71d232d685c3/wikitext-103-raw-v1/"
-# fmt: off
 NAMED = {
     "stdlib": Recipe("the .py files of the running Python's standard library"),
     "enwik8": Recipe("the first 100 MB of English Wikipedia, as XML", (
@@ -276,12 +273,12 @@ NAMED = {
             (301_755_705, "2d3200a936b021c9abafdda6714e4d678387e8854e56abaac5d2b62882fc6044"),
             (303_536_715, "76c0b96ce0250c3a32f2e8878172a4b79ac7970fede78edfcfc4d98d87ec5a6c"),
         ))
-    ), separator=SEPARATOR, cut=3_000_000_000, size=3_000_000_000, download=2_123_745_973, disk=3_305_678_548),
+    ), cut=3_000_000_000, size=3_000_000_000, download=2_123_745_973, disk=3_305_678_548),
     "fineweb": Recipe("FineWeb, the first 15 GB of its 10BT sample", (
         Source(f"{FINEWEB}000_00000.parquet", 2_147_292_183,
                "6b552ea48424648dc86d00df276f93fdfc55e9ad342ce3e4affc23a3a370792b"),
         *(Source(f"{FINEWEB}{i:03}_00000.parquet") for i in range(1, 6)),  # the last one is taken only if it has to be
-    ), separator=SEPARATOR, cut=15_000_000_000, size=15_000_000_000, download=10_740_000_000, disk=17_150_000_000),
+    ), cut=15_000_000_000, size=15_000_000_000, download=10_740_000_000, disk=17_150_000_000),
     "wikitext103": Recipe("WikiText-103, raw: good and featured articles of Wikipedia", (
         Source(f"{WIKITEXT}train-00000-of-00002.parquet", 156_987_808,
                "74da360f23826045b3e6ac6375411fdb15f003030aa74f2596ed08b857cb9212", "train"),
@@ -291,9 +288,8 @@ NAMED = {
                "204929b7ff9d6184953f867dedb860e40aa69c078fc1e54b3baaa8fb28511c4c", "val"),
         Source(f"{WIKITEXT}test-00000-of-00001.parquet", 732_610,
                "5f1bea067869d04849c0f975a2b29c4ff47d867f484f5010ea5e861eab246d91", "test"),
-    ), size=543_000_000, download=315_466_397, disk=700_000_000),
-}
-# fmt: on
+    ), separator="", size=543_000_000, download=315_466_397, disk=700_000_000),
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -359,10 +355,9 @@ def obtain(source, path):
             if failures == TRIES:
                 raise InputError(f"the connection to {source.url} always breaks: run again later, to go on")
             time.sleep(BACKOFF * (2**failures - 1))
-            with request(source.url, path, begin) as answer:
-                with suppress(requests.RequestException):  # the connection breaks
-                    for chunk in answer.iter_content(1 << 16):
-                        bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
+            with request(source.url, path, begin) as answer, suppress(requests.RequestException):  # it breaks off
+                for chunk in answer.iter_content(1 << 16):
+                    bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
             failures = 0 if f.tell() - begin >= 1 << 20 else failures + 1
     if (found := hash_file(part)) != sha256:
         part.unlink()
@@ -507,12 +502,9 @@ def read_zip(file, path, name, recipe, left):
     try:
         with zipfile.ZipFile(file) as archive:
             for member in sorted(archive.infolist(), key=lambda m: m.filename):  # nothing is unpacked under these names
-                inner = f"{name}/{member.filename}"
-                if "/." in f"/{member.filename}":
-                    left.setdefault("hidden", []).append(inner)
-                elif not member.is_dir():
+                if not member.is_dir() and "/." not in f"/{member.filename}":
                     with archive.open(member) as f:
-                        yield from read_file(f, path / member.filename, inner, recipe, left)
+                        yield from read_file(f, path / member.filename, f"{name}/{member.filename}", recipe, left)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as e:
         raise InputError(f"{path} is a damaged or encrypted zip archive ({e})") from None
 
@@ -525,14 +517,12 @@ def read_parquet(file, path, column):
     try:
         # With pre_buffer, or without the row group named, it reads ahead: memory would grow with the file.
         with ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
-            columns = {c.name: c.type for c in table.schema_arrow}
-            if not re.search(r"(?:^|<values=)(large_)?(string|binary)(_view)?(,|$)", str(columns.get(column))):
-                listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
-                raise InputError(f"{path} has no column of strings named {column} (--column); its columns: {listed}")
-            kind = getattr(columns[column], "value_type", columns[column])  # of a dictionary that of its values
+            columns = {c.name: str(c.type) for c in table.schema_arrow}
+            if not re.fullmatch("(large_)?(string|binary)(_view)?", columns.get(column, "")):
+                raise InputError(f"{path} has no column of strings named {column} (--column); its columns: {columns}")
             for group in range(table.num_row_groups):
                 for batch in table.iter_batches(1000, row_groups=[group], columns=[column]):
-                    yield from batch.column(0).cast(kind).cast(pa.large_binary()).drop_null().to_pylist()
+                    yield from batch.column(0).cast(pa.large_binary()).drop_null().to_pylist()
     except pa.ArrowException as e:
         raise InputError(f"{path} is not a readable parquet file ({one_line(e)})") from None
 
@@ -555,8 +545,6 @@ def hold(folder, wait=False):
         if holder and not re.match(r"process \d+ on .* since ", holder):
             raise InputError(f"{path} is no lock of this program: move it away, or name another folder")
         try:
-            if not fcntl:
-                raise OSError("this system has no locks")
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -567,10 +555,9 @@ def hold(folder, wait=False):
             if not os.path.samestat(os.fstat(f.fileno()), path.stat()):
                 raise BlockingIOError  # the one before ended this moment, and took the file with it
         except (BlockingIOError, FileNotFoundError):
-            holder = holder or "another process"
-            raise InputError(f"{folder} is in use by {holder}: wait until that ends, or name another folder") from None
-        except OSError as e:
-            note(f"note: {folder} cannot be locked ({e.strerror or e}): start no second run in it")
+            raise InputError(f"{folder} is in use by {holder or 'another one'}: wait, or name another folder") from None
+        except (OSError, AttributeError) as e:  # AttributeError: Windows
+            note(f"note: {folder} cannot be locked ({e}): start no second run in it")
         f.truncate(0)
         f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         f.flush()
@@ -689,14 +676,12 @@ def find(name_or_path, column="text"):
                 raise InputError(f"{given} cannot be read as it is ({kind}): {advice}")
             if kind in ("bytes", "GPT-2's tokens"):
                 return name, given, None, {}
-        elif not given.is_dir():
-            raise InputError(f"{given} is not a regular file or a folder: copy what you want of it into a file")
-        elif root == cache_dir() or is_run(root):
-            raise InputError(f"{given} holds prepared corpora or a run: name a file in it, or another folder")
+        elif not given.is_dir() or root == cache_dir() or is_run(root):
+            raise InputError(f"{given} is no regular file, or holds prepared corpora or a run: name another one")
         files, left = list_files(root, stdlib)
     tie = hashlib.sha256(os.fsencode(f"{root}\0{column}\0{files}")).hexdigest()[:12]  # a folder that changed: a new one
     size = sum(size for _, size, *_ in files)
-    recipe = Recipe("", (Source(str(root)),), SEPARATOR, size=size, column=column, origin=name_or_path)
+    recipe = Recipe("", (Source(str(root)),), size=size, column=column, origin=name_or_path)
     return name, cache_dir() / f"{name}-{tie}" / f"{name}.bin", recipe, left
 
 

@@ -1868,10 +1868,10 @@ def flip(content):
     return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
 
 
-def documents(count, seed=0, size=2000):
-    """`count` documents of ASCII letters, of 0 to `size` bytes."""
+def documents(count, seed=0):
+    """`count` documents of ASCII letters, of 0 to 2000 bytes."""
     rng = np.random.RandomState(seed)
-    return [rng.choice(np.frombuffer(b"etaoin shrdlu\n", "u1"), rng.randint(size)).tobytes() for _ in range(count)]
+    return [rng.choice(np.frombuffer(b"etaoin shrdlu\n", "u1"), rng.randint(2000)).tobytes() for _ in range(count)]
 
 
 def joined(texts):
@@ -1879,24 +1879,19 @@ def joined(texts):
     return b"".join(t + b"\n\n" for t in texts if t is not None)
 
 
-def parquet(path, texts, column="text", kind=pa.string(), **options):
+def parquet(path, texts, column="text", **options):
     """Writes a parquet file with two columns, 50 rows in a row group."""
-    columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), kind)}
+    columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), pa.string())}
     with open(path, "wb") as f:
         pq.write_table(pa.table(columns), f, **{"row_group_size": 50, "compression": "none"} | options)
     return Path(path).read_bytes()
 
 
-def zipped(path, members, how=zipfile.ZIP_DEFLATED):
-    with zipfile.ZipFile(path, "w", how) as archive:
+def zipped(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return Path(path).read_bytes()
-
-
-def json_lines(path, texts, column="text"):
-    rows = [{"id": i, column: t if t is None else t.decode()} for i, t in enumerate(texts)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextlib.contextmanager
@@ -1916,10 +1911,8 @@ GZIP = b"\x1f\x8b\x08" + binary(9000)
 FAULTS = [  # what is made at the path x, the command line, what the message has to say
     (None, ["nope"], "no corpus 'nope': give a name (stdlib"),
     (None, [""], "no corpus ''"),
-    (None, ["/dev/zero"], "not a regular file"),
-    (None, ["stdlib", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+    (None, ["/dev/zero"], "no regular file"),
     (None, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
-    (lambda x: x.mkdir(), ["x"], "x holds no text to train on (left out: nothing)"),
     (lambda x: write_tree(x, {".h": text(9000), ".git/a": text(9000)}), ["x"], "train on (left out: hidden: .git, .h)"),
     (lambda x: x.write_bytes(text(2000)), ["x"], "257 bytes, the shortest has 100; bring 5,140 in all"),
     # "x-secret" begins with "x", yet is not in it
@@ -1929,8 +1922,7 @@ FAULTS = [  # what is made at the path x, the command line, what the message has
     (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "(left out: gzip: a, b)"),
     (lambda x: write_tree(x, {c: b'{"b": 1}\n' * 2 for c in "abcd"}), ["x"], "without a column text: a, b, c, ...)"),
     (lambda x: write_tree(x, {"a.TOKENS": text(900)}), ["x"], "(left out: GPT-2's tokens: a.TOKENS)"),
-    (lambda x: parquet(x, documents(9), "body"), ["x"], "text (--column); its columns: id (int64), body (string)"),
-    (lambda x: parquet(x, documents(9), "body"), ["x", "--column", "id"], "no column of strings named id"),
+    (lambda x: parquet(x, documents(9), "body"), ["x", "--column", "id"], "id (--column); its columns: {'id': 'int64'"),
     (lambda x: x.write_bytes(parquet(x, documents(99))[:-9]), ["x"], "not a readable parquet file"),
     (lambda x: x.write_bytes(flip(zipped(x, {"a": text(9000)}))), ["x"], "damaged or encrypted zip"),
     (lambda x: zipped(x, {"a": parquet(x, documents(9))}), ["x"], "(left out: parquet in a zip archive: x/a)"),
@@ -1945,7 +1937,6 @@ TOKENS = np.random.RandomState(0).randint(0, 265, 9000).astype("<u2")  # numbers
 FAULTS += [  # a file, its content, what the message has to say
     (lambda x, name=name, content=content: x.with_name(name).write_bytes(content), [name, "--tokens", "gpt2"], message)
     for name, content, message in [
-        ("one.tokens", b"a", "little-endian uint16: it has 1 bytes"),
         ("odd.tokens", TOKENS.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
         ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "numbers from 1 to 265"),
         ("same.tokens", b"\x02\x01" * 9000, "numbers from 258 to 258"),
@@ -1955,7 +1946,6 @@ FAULTS += [  # a file, its content, what the message has to say
         ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7"),
         ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
         ("blank.txt", b"the a" + b" " * 10**6 + b"the", "from byte 5 on no word ends for more than 400,000"),
-        ("short.txt", b"the a", "needs 257 tokens"),
     ]
 ]
 
@@ -2009,20 +1999,6 @@ def test_data_programs_with_a_full_disk_for_output(cache):
     assert done.stderr.count("\n") == 1 and "No space left" in done.stderr
 
 
-def test_data_without_permission(program, cache, monkeypatch):
-    """(chmod does not stop root, who runs many a CI.)"""
-    write_tree(Path("x"), {"a": text(9000)})
-
-    def deny(path, *_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    for argument, denied in ("x/a", "builtins.open"), ("x", "pathlib.Path.iterdir"):
-        with monkeypatch.context() as patch:
-            patch.setattr(denied, deny)
-            done = program(data, argument)
-        assert_refused(done, "cannot read", "Permission denied", argument)
-
-
 # ---- files: what they are shows in their first bytes ----
 
 
@@ -2044,18 +2020,16 @@ def test_data_file_is_mapped_where_it_lies(cache):
 
 
 DOCUMENTS = [*documents(300), None, "naïve ☃".encode(), b""]  # a null is no document, an empty string is one
-DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 CONVERTED = {  # how a file is written; what it becomes; the column
     "parquet": (lambda p: parquet(p, DOCUMENTS), joined(DOCUMENTS), None),
     "zstd": (lambda p: parquet(p, DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
-    "dictionary": (lambda p: parquet(p, DOCUMENTS, kind=DICTIONARY), joined(DOCUMENTS), None),
     "column": (lambda p: parquet(p, DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
-    "jsonl": (lambda p: json_lines(p, DOCUMENTS), joined(DOCUMENTS), None),
     "jsonl BOM": (lambda p: p.write_bytes(b'\xef\xbb\xbf{"text": "' + b"a" * 9000 + b'"}\n{"text": ""}'),
                   joined([b"a" * 9000, b""]), None),
     "jsonl blank": (lambda p: p.write_bytes(b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900),
                     joined([b"a"] + [b"b"] * 900), None),
-    "jsonl column": (lambda p: json_lines(p, DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
+    "jsonl": (lambda p: p.write_text("".join(json.dumps({"a": t and t.decode()}) + "\n" for t in DOCUMENTS[:-1])),
+              joined(DOCUMENTS[:-1]), "a"),
     "zip": (lambda p: zipped(p, {"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
             text(4000, 1) + text(5000), None),
     "zip with names of others": (lambda p: zipped(p, dict.fromkeys(("n/mimetype", "n/data.pkl"), text(900))),
@@ -2108,9 +2082,7 @@ KINDS = {  # files that are no text, and what is said of them; {name: content} i
     ("[Content_Types].xml", "word/a.xml"): "(Office document or e-book): pandoc -t plain x > FILE.txt",
     ("mimetype", "META-INF/container.xml"): "(Office document or e-book): pandoc -t plain x > FILE.txt",
     zlib.compress(binary(9000)): "(binary data): it holds no text to train on",
-    pickle.dumps(["text"] * 9): "(binary data)",
     ("text " * 900).encode("utf-16-le"): "(binary data)",
-    bytes(9000): "(binary data)",
     np.random.RandomState(0).randint(0, 50257, 9000).astype("<u2").tobytes(): "(binary data)",
     text(60_000) + binary(9000): "(binary data)",
     bytes(range(1, 8)) * 20 + text(9000): "(binary data)",
@@ -2121,12 +2093,12 @@ KINDS = {  # files that are no text, and what is said of them; {name: content} i
 def test_data_that_is_no_text(content, program, cache, capsys):
     """Alone it is refused; in a folder, and in an archive, it is left out, and that is said once and in the log."""
     if isinstance(content, tuple):
-        zipped("x", dict.fromkeys(content, b"x"))
+        content_of_x = zipped("x", dict.fromkeys(content, b"x"))
     else:
-        Path("x").write_bytes(content)
+        Path("x").write_bytes(content_of_x := content)
     assert_refused(program(data, "x"), f"x cannot be read as it is {KINDS[content]}")
     assert not cache.exists()
-    write_tree(Path("folder"), {"a.txt": text(5000), "z/x.txt": Path("x").read_bytes()})
+    write_tree(Path("folder"), {"a.txt": text(5000), "z/x.txt": content_of_x})
     for _ in range(2):
         corpus = data.load("folder", 16)
         assert corpus.tokens.tobytes() == text(5000)
@@ -2134,10 +2106,8 @@ def test_data_that_is_no_text(content, program, cache, capsys):
     assert capsys.readouterr().err == f"folder: left out {corpus.left_out}\n"
     if isinstance(content, bytes):
         zipped("y", {"a": text(5000), "x": content})
-        corpus = data.load("y", 16)
-        assert corpus.tokens.tobytes() == text(5000) and "y/x" in corpus.left_out
-    assert data.load("x", 1, column="").tokens.tobytes() == Path("x").read_bytes()  # all the same
-    assert data.load("folder", 16, column="").tokens.tobytes() == text(5000) + Path("x").read_bytes()
+        assert data.load("y", 16).tokens.tobytes() == text(5000)
+    assert data.load("folder", 16, column="").tokens.tobytes() == text(5000) + content_of_x  # all the same
 
 
 # ---- folders ----
@@ -2201,16 +2171,8 @@ def test_data_changed_folder_is_prepared_again(cache):
 
 
 def test_data_stopped_while_preparing(program, cache, monkeypatch):
-    """Killed, on a full disk, or while someone writes: no corpus is left, and the next call makes it."""
+    """On a full disk, or while someone writes: no corpus is left, and the next call makes it."""
     folder = write_tree(Path("x"), {"a": text(300_000), "b": text(300_000)})
-    if not (pid := os.fork()):
-        try:
-            data.os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
-            data.load(folder, 16)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    assert [p.name for p in cache.rglob("*.bin*")] == ["x.bin.part"]  # it was killed half-way
     with full_disk(400_000):
         assert_refused(program(data, "x"), "cannot write", "NANOHILBERT_DATA")
     list_files, seen = data.list_files, []
@@ -2228,8 +2190,8 @@ def test_data_stopped_while_preparing(program, cache, monkeypatch):
 
 
 def test_data_names_and_places(program, cache, monkeypatch):
-    """A known name comes before a path; ~ is the user's folder; what cannot hold the cache is said."""
-    Path("stdlib").write_bytes(text(9000))
+    """A known name comes before a path; ~ is the user's folder; a file where the cache or a lock should be stays."""
+    write_tree(Path(), {"stdlib": text(9000), "lock": b"the user's\xff"})
     monkeypatch.setenv("HOME", str(cache.parent))
     assert data.find("stdlib")[2].size > 1e6
     assert data.load("./stdlib", 64).tokens.size == data.load("~/stdlib", 64).tokens.size == 9000
@@ -2238,10 +2200,6 @@ def test_data_names_and_places(program, cache, monkeypatch):
         assert data.cache_dir() == place
     monkeypatch.setenv("NANOHILBERT_DATA", "stdlib/cache")
     assert_refused(program(data, "."), "NANOHILBERT_DATA")
-
-
-def test_a_lock_that_is_none_is_left_alone(cache):
-    write_tree(Path(), {"lock": b"the user's\xff"})
     with pytest.raises(data.InputError, match="lock is no lock of this program"), data.hold(""):
         pass
     assert Path("lock").read_bytes() == b"the user's\xff"
@@ -2252,10 +2210,9 @@ def test_data_stdlib_is_the_library_without_its_tests(cache, monkeypatch):
     root = write_tree(cache.parent / "python", dict(reversed(kept.items())))
     for folder in "site-packages", "dist-packages", "test", "b/tests", "b/idle_test", ".hidden":
         write_tree(root, {f"{folder}/x.py": b"x" * 900, f"{folder}/deep/x.py": b"x" * 900})
-    write_tree(root, {"b/c.pyc": b"x" * 900, "lib.so": b"x" * 900, "LICENSE": b"x" * 900, "../custom.py": b"5" * 900})
-    (root / "z.py").symlink_to("../custom.py")  # a distribution's own: Python's folder is trusted
-    (root / "loop").symlink_to(root)
-    (root / "broken.py").symlink_to("nowhere")
+    write_tree(root, {"b/c.pyc": b"x" * 900, "LICENSE": b"x" * 900, "../custom.py": b"5" * 900})
+    for link, to in {"z.py": "../custom.py", "loop": root, "broken.py": "nowhere"}.items():
+        (root / link).symlink_to(to)  # a link out may be a distribution's own: Python's folder is trusted
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
     corpus = data.load("stdlib", 16)
     assert corpus.tokens.tobytes() == b"".join(kept.values()) + b"5" * 900 and corpus.left_out == ""
@@ -2264,15 +2221,13 @@ def test_data_stdlib_is_the_library_without_its_tests(cache, monkeypatch):
 @pytest.mark.parametrize("how", ["written", "cut", "tokens", "set back", "before it is hashed"])
 def test_data_changed_under_a_run(how, merges):
     """The corpus of a run is the one that it began with; what leaves its bytes as they are is no change."""
-    path = Path("x")
-    path.write_bytes(b"the a " * 9000)
-    corpus = data.load(path, 64, tokens="gpt2" if how == "tokens" else "bytes")
+    Path("x").write_bytes(b"the a " * 9000)
+    corpus = data.load("x", 64, tokens="gpt2" if how == "tokens" else "bytes")
     if how != "before it is hashed":
         assert len(corpus.sha256) == 64
-        corpus.check_unchanged()
         os.utime(corpus.path, ns=(1, 1))
-        corpus.path.chmod(0o600)
-        corpus.check_unchanged()  # hashed: the same bytes
+    corpus.path.chmod(0o600)
+    corpus.check_unchanged()  # the same bytes
     content = corpus.path.read_bytes()
     with open(corpus.path, "r+b") as f:
         f.write(content[:-4] if how == "cut" else flip(content))
@@ -2281,10 +2236,9 @@ def test_data_changed_under_a_run(how, merges):
         os.utime(corpus.path, ns=(1, 1))
     with pytest.raises(data.InputError, match="was changed since the run began"):
         corpus.summary() if how == "before it is hashed" else corpus.check_unchanged()
-    path.write_bytes(b"the a " * 9000)
-    corpus = data.load(path, 64)
-    write_tree(Path(), {"y": b"other " * 9000})
-    Path("y").rename(path)  # the map is still the old file
+    write_tree(Path(), {"x": b"the a " * 9000, "y": b"other " * 9000})
+    corpus = data.load("x", 64)
+    Path("y").rename("x")  # the map is still the old file
     corpus.check_unchanged()
     assert (corpus.sha256, corpus.tokens[:6].tobytes()) == (sha(b"the a " * 9000), b"the a ")
 
@@ -2296,13 +2250,10 @@ def test_data_command_line(program, cache, monkeypatch):
         lines = out.splitlines()
         assert [line.split()[0] for line in lines] == ["stdlib", "enwik8", "owt", "fineweb", "wikitext103", "PATH"]
         assert all("not prepared yet" in line and "GB of disk" in line for line in lines[1:-1])
-        assert ("bytes, prepared:" in lines[0]) == prepared == cache.exists() and err == ""
+        assert ("bytes, prepared:" in lines[0]) == prepared and err == ""
         _, out, err = program(data, "stdlib", "--seq", "64")
-        corpus = data.load("stdlib", 64)
-        n = len(corpus.split("train"))
-        assert corpus.sha256 in out and f"{len(corpus.tokens):,} bytes" in out and err == ""
-        assert f"train  {n:,} bytes, {(n - 1) // 64:,} windows of 64" in out
-    assert "NANOHILBERT_DATA" in program(data, "--help")[1]
+        n = len(data.load("stdlib", 64).split("train"))
+        assert f"train  {n:,} bytes, {(n - 1) // 64:,} windows of 64" in out and err == ""
 
 
 # ---- downloads: a server with faults stands in for the hub ----
@@ -2310,15 +2261,15 @@ def test_data_command_line(program, cache, monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A server on this machine, in place of the hub. Attributes: files: {path: content}; faults: {path: [of the first
-    answer, of the second, ...]}; log: [(path, first byte asked for, Authorization, bytes sent)]; headers: of all."""
+    """A server in place of the hub. Attributes: files: {path: content}; faults: {path: [of the first answer, of the
+    second, ...]}; log: [(path, first byte asked for, Authorization, bytes sent)]; over: set at the end."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
         log_message = lambda self, *args: None  # noqa: E731
 
         def start(self, status, headers):
             self.send_response(status)
-            for header in (headers | server.headers).items():
+            for header in headers.items():
                 self.send_header(*header)
             self.end_headers()
 
@@ -2343,13 +2294,11 @@ def hub(monkeypatch):
             with contextlib.suppress(OSError):
                 for i in range(0, len(body), 1 << 16):
                     entry[3] += self.wfile.write(body[i : i + (1 << 16)])
-                    time.sleep(server.pause)
                 if fault == "stall":
                     server.over.wait(30)
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    server.files, server.faults, server.log, server.headers, server.pause = {}, {}, [], {}, 0
-    server.over = threading.Event()
+    server.files, server.faults, server.log, server.over = {}, {}, [], threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -2370,7 +2319,7 @@ SHARDS = [f"/datasets/x/toy/resolve/abc/sub/{i}.parquet" for i in range(2)]
 
 def toy_recipe(hub, **changes):
     pins = [(data.HUB + name, len(hub.files[name]), sha(hub.files[name])) for name in SHARDS]
-    return data.Recipe("toy", tuple(data.Source(*pin) for pin in pins), **{"separator": "\n\n"} | changes)
+    return data.Recipe("toy", tuple(data.Source(*pin) for pin in pins), **changes)
 
 
 @pytest.fixture
@@ -2399,8 +2348,6 @@ def assert_in_vain(cache, message):
     with pytest.raises(data.InputError, match=message) as error:
         data.load("toy", 64)
     assert not list(cache.rglob("*.bin"))
-    record = cache / "toy" / "meta.json"
-    assert not record.exists() or json.loads(record.read_text())["sha256"] is None
     return str(error.value)
 
 
@@ -2409,7 +2356,7 @@ DOWNLOADS = {  # faults of a shard's answers (...: of all that follow); where re
     "drop,429": "0 h h", "drop,...": "0 h h h h h: always breaks", "404,...": "0: 404 Client Error",
     "500,...": "0 0 0 0 0 0: too many 500 error", "html,...": "0: the server sends something else",
     "drop,html": "0 h: the server sends something else", "drop,no ranges": "0 h: the server sends something else",
-    "flip": "0: came damaged", "drop,404": "0 h: 404 Client Error",
+    "flip": "0: came damaged", "drop,404": "0 h: put a copy as 0.parquet into /",
 }  # fmt: skip
 
 
@@ -2420,9 +2367,7 @@ def test_download(faults, hub, toy, cache):
     hub.faults[SHARDS[0]] = queue[:1] * 50 if "..." in faults else list(queue)
     requests, _, message = DOWNLOADS[faults].partition(": ")
     if message:
-        last = assert_in_vain(cache, message)
-        assert SHARDS[0] in last
-        assert not message[0].isdecimal() or last.endswith(f"or put a copy as 0.parquet into {cache / 'toy'}")
+        assert SHARDS[0] in assert_in_vain(cache, message)
     else:
         record = assert_whole(cache, toy)
         sources = [(data.HUB + name, sha(hub.files[name])) for name in SHARDS]
@@ -2432,23 +2377,13 @@ def test_download(faults, hub, toy, cache):
     assert " ".join("h" if first else "0" for first in starts) == requests
     hub.faults.clear()
     assert_whole(cache, toy)
-    if "flip" not in faults:  # nothing on the disk is fetched again
-        starts = [first for path, first, _, _ in hub.log if path == SHARDS[0]]
-        assert starts == sorted(starts)
-        assert sum(entry[3] for entry in hub.log if entry[0] == SHARDS[0]) <= len(hub.files[SHARDS[0]]) + 7 * 2**17
-
-
-def test_download_waits_as_long_as_it_is_asked_to(hub, toy, cache, monkeypatch):
-    waits, hub.headers, hub.faults[SHARDS[0]] = [], {"Retry-After": "7"}, [429]
-    monkeypatch.setattr(data.time, "sleep", waits.append)
-    assert_whole(cache, toy)
-    assert 7 in waits
+    sent = sum(entry[3] for entry in hub.log if entry[0] == SHARDS[0])  # nothing on the disk is fetched again
+    assert sent <= len(hub.files[SHARDS[0]]) * (1 + ("flip" in faults)) + 7 * 2**17
 
 
 @pytest.mark.parametrize("name, value, message", [
     ("HF_ENDPOINT", "http://127.0.0.1:9", "refused"),  # nobody listens there
     ("HF_ENDPOINT", "hf-mirror.com", "No scheme supplied"),
-    ("HF_ENDPOINT", "http://[::1", "cannot download"),
     ("HF_TOKEN", "hf_abc…", "HF_TOKEN holds a character that no token has"),
     ("HF_TOKEN", "hf_abc\nX: y", "HF_TOKEN holds a character that no token has"),
     ("REQUESTS_CA_BUNDLE", "/no/such/file.pem", "cannot download .*invalid path: /no/such/file.pem"),
@@ -2466,18 +2401,20 @@ def test_download_with_wrong_settings(name, value, message, hub, toy, cache, mon
     assert any(waits) == (message == "refused")
 
 
-def test_download_of_expired_urls_and_secrets(hub, toy, cache, monkeypatch):
-    """A redirect to storage on another host, by a URL that soon expires. The token goes to the hub alone."""
+def test_download_without_a_pin_from_another_host(hub, cache, monkeypatch):
+    """Size and hash are what the hub says; without a hash nothing is trusted. The token goes to the hub alone."""
+    content, source, signed = parquet("shard", documents(400)), data.Source(data.HUB + SHARDS[0]), "/signed"
+    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (source,)))
     monkeypatch.setenv("HF_TOKEN", "secret")
-    signed = [f"/signed/{i}" for i in range(2)]
-    hub.files |= dict.fromkeys(signed, hub.files[SHARDS[0]])
-    hub.faults[SHARDS[0]] = [hub.url.replace("127.0.0.1", "localhost") + url for url in signed]
-    hub.faults[signed[0]] = ["drop", 403]
-    assert_whole(cache, toy)
-    assert [(path, first > 0, token) for path, first, token, _ in hub.log] == [
-        (SHARDS[0], False, "Bearer secret"), (signed[0], False, None),
-        (SHARDS[0], True, "Bearer secret"), (signed[1], True, None), (SHARDS[1], False, "Bearer secret"),
-    ]  # fmt: skip
+    hub.files = dict.fromkeys((SHARDS[0], signed), content)
+    assert_in_vain(cache, "does not tell its SHA-256")
+    hub.log.clear()
+    hub.faults = {SHARDS[0]: [hub.url.replace("127.0.0.1", "localhost") + signed] * 3, signed: [None, "drop"]}
+    record = assert_whole(cache, joined(documents(400)))
+    assert record["sources"] == [{"url": source.url, "sha256": sha(content)}]
+    # For the hash, for the file, and for its end, which another signed URL may give.
+    asked = [(later, token) for later in (False, False, True) for token in ("Bearer secret", None)]
+    assert [(first > 0, token) for _, first, token, _ in hub.log] == asked
 
 
 def test_download_of_a_file_that_changed(hub, toy, cache, monkeypatch):
@@ -2493,25 +2430,11 @@ def test_download_of_a_file_that_changed(hub, toy, cache, monkeypatch):
     part.write_bytes(old[:100_000])
     hub.files[SHARDS[0]] = parquet("shard", documents(400, seed=5))
     monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub))
-    hub.log.clear()
     data.load("toy", 64)
-    assert [first for path, first, *_ in hub.log if path == SHARDS[0]] == [0]
+    assert [first for path, first, *_ in hub.log if path == SHARDS[0]][-1] == 0
     monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, separator=" "))
     with pytest.raises(data.InputError, match="of another recipe"):
         data.load("toy", 64)
-
-
-def test_download_of_a_file_without_a_pin(hub, toy, cache, monkeypatch):
-    """Size and hash are what the hub says; without a hash nothing is trusted."""
-    source = data.Source(data.HUB + SHARDS[0])
-    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (source,), "\n\n"))
-    assert_in_vain(cache, "does not tell its SHA-256")
-    hub.files["/storage"] = hub.files[SHARDS[0]]
-    hub.faults[SHARDS[0]], hub.faults["/storage"] = [hub.url + "/storage"] * 9, [None, "drop"]
-    hub.log.clear()
-    record = assert_whole(cache, joined(documents(400)))
-    assert [first > 0 for path, first, *_ in hub.log if path == "/storage"] == [False, False, True]
-    assert record["sources"] == [{"url": source.url, "sha256": sha(hub.files[SHARDS[0]])}]
 
 
 def test_data_splits_of_its_own(hub, toy, cache, monkeypatch):
@@ -2520,19 +2443,16 @@ def test_data_splits_of_its_own(hub, toy, cache, monkeypatch):
     for i, (pin, split) in enumerate(((a, "train"), (b, "train"), (b, "val"), (a, "test"))):
         hub.files[f"/{i}"] = hub.files[pin.url.removeprefix(data.HUB)]
         sources.append(dataclasses.replace(pin, url=f"{hub.url}/{i}", split=split))
-    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", tuple(sources)))
-    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", tuple(sources), ""))
     corpus = data.load("toy", 64)
     a, b = (b"".join(documents(400, seed=i)) for i in range(2))
     assert [corpus.split(s).tobytes() for s in ("train", "val", "test")] == [a + b, b, a]
-    assert {token for _, _, token, _ in hub.log} == {None}  # these do not lie on the hub
 
 
 def test_named_corpora_are_pinned():
     for name, recipe in data.NAMED.items():
         for source in recipe.sources:
-            assert re.fullmatch("[0-9a-f]{64}", source.sha256 or "0" * 64)
-            assert (source.sha256 is not None) == (source.size is not None) or name == "fineweb"
+            assert re.fullmatch("[0-9a-f]{64}", source.sha256 or "0" * 64) and (source.sha256 or name == "fineweb")
             assert re.search(r"/resolve/[0-9a-f]{40}/", source.url) or name == "enwik8"
             assert bool(source.split) == (name == "wikitext103")
     owt = [source.size for source in data.NAMED["owt"].sources]
@@ -2548,82 +2468,49 @@ def test_download_by_hand(hub, toy, cache):
     assert not hub.log
 
 
-@pytest.mark.parametrize("limit", [200_000, 450_000])  # the first is passed in a download, the second in a conversion
-def test_download_disk_full(limit, hub, toy, cache):
-    with full_disk(limit):
-        assert_in_vain(cache, "cannot write into .*NANOHILBERT_DATA")
-    before = len(hub.log)
-    assert_whole(cache, toy)
-    if limit == 200_000:
-        assert hub.log[before][:2] == [SHARDS[0], 200_000]  # the part that had room is kept
-    else:
-        assert SHARDS[0] not in [path for path, *_ in hub.log[before:]]
-
-
-PHASES = {  # functions of data.py
-    "download": ["request", "obtain"],
-    "conversion": ["prepare", "build", "read_source", "read_file", "read_parquet", "write_record", "replace_file"],
-}
-
-
-def fork(said, functions=(), last=-1):
-    """data.load("toy") in a process of its own, which kills itself at line `last` of the functions. Returns its number.
-
-    It writes the number of these lines, and the hash of the corpus, into the file `said`."""
+def child(action):
+    """A forked process that does something. Returns its number."""
     if pid := os.fork():
         return pid
-    lines = 0
-
-    def trace(frame, event, _):
-        nonlocal lines
-        if frame.f_code.co_filename != data.__file__ or frame.f_code.co_name not in functions:
-            return None
-        lines += event == "line"
-        if lines == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
     try:
-        sys.settrace(trace)
-        corpus = data.load("toy", 64)
-        sys.settrace(None)
-        Path(said).write_text(f"{lines} {corpus.sha256}")
+        action()
         os._exit(0)
     finally:
         os._exit(1)
 
 
+def load_until(last):
+    """data.load("toy"), killed at this call of those that rename, remove, or force to the disk."""
+    calls = itertools.count()
+    for where, name in (os, "replace"), (os, "fsync"), (Path, "unlink"):
+
+        def call(*args, real=getattr(where, name), **kwargs):
+            if next(calls) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        setattr(where, name, call)
+    data.load("toy", 64)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-def test_download_killed_at_any_moment(phase, hub, toy, cache, monkeypatch):
-    """kill -9 at random lines of each phase, and at its last ones: another call ends with the same bytes, and fetches
-    little twice."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # of use where the machine stops, and slow
-    assert os.waitpid(fork("said", PHASES[phase]), 0)[1] == 0
-    lines, sha256 = Path("said").read_text().split()
-    assert sha256 == sha(toy) and int(lines) > 60
-    some = np.random.RandomState(0).choice(np.arange(1, int(lines) + 1), 7, replace=False).tolist()
-    stopped = set()
-    for last in some + list(range(int(lines) - 20, int(lines) + 1)) * (phase == "conversion"):
-        shutil.rmtree(cache)
+def test_download_killed_at_any_moment(hub, toy, cache):
+    """Another call ends with the same bytes, and fetches nothing twice."""
+    for last in itertools.count():
+        shutil.rmtree(cache, ignore_errors=True)
         hub.log.clear()
-        assert os.waitpid(fork("said", PHASES[phase], last), 0)[1] == signal.SIGKILL
-        record = data.read_record(cache / "toy" / "toy.bin", data.NAMED["toy"])
-        on_disk = {p.name: p.stat().st_size for p in (cache / "toy").glob("?.parquet*")}
-        stopped.add((record["size"], *on_disk.items(), (cache / "toy" / "toy.bin").exists()))
-        before = len(hub.log)
+        if os.waitpid(child(partial(load_until, last)), 0)[1] != signal.SIGKILL:
+            break
         assert_whole(cache, toy)
-        for entry in hub.log[before:]:
-            assert entry[1] == sum(size for file, size in on_disk.items() if file.startswith(entry[0][-9:]))
-    assert len(stopped) > 2  # really at different moments
+        assert [(path, first) for path, first, *_ in hub.log] == [(path, 0) for path in SHARDS]
+    assert last > 12
 
 
 def test_download_by_two_processes_at_once(hub, toy, cache, capfd):
-    hub.pause = 0.1
-    runs = [fork(name) for name in "ab"]
+    hub.faults[SHARDS[0]] = ["stall"]
+    runs = [child(partial(data.load, "toy", 64)) for _ in range(2)]
     assert [os.waitpid(run, 0)[1] for run in runs] == [0, 0]
-    assert {Path(name).read_text() for name in "ab"} == {f"0 {sha(toy)}"}
-    assert [path for path, *_ in hub.log] == SHARDS  # each was fetched once
+    assert [path for path, *_ in hub.log] == [SHARDS[0], *SHARDS]  # the first broke off; each was fetched once
     assert capfd.readouterr().err.count("waiting until that ends") == 1
     assert_whole(cache, toy)
 
@@ -2659,19 +2546,11 @@ def test_prepared_corpus_is_checked(given, hub, toy, merges, program):
         patch.setattr(data, "hash_file", lambda file, *args: hashed.append(file) or hash_file(file, *args))
         assert [program(*argv)[0] for _ in range(3)] == [0, 0, 0]
     assert hashed.count(path) == 1
-    for damage in b"{", b"[]":
-        (path.parent / "meta.json").write_bytes(damage)
-        assert_refused(program(*argv), "meta.json is damaged")
+    (path.parent / "meta.json").write_bytes(b"[]")
+    assert_refused(program(*argv), "meta.json is damaged")
 
 
 # ---- what a conversion and an import cost ----
-
-PEAK = """
-import data, re, sys
-data.load(sys.argv[1], 64)
-print(int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 2**10)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -2679,13 +2558,12 @@ def test_conversion_memory(cache):
     """80 MB of text in many row groups, as of the corpora, and in one: far less memory, beside the imports' 60 MB."""
     letters = np.random.RandomState(0).randint(97, 123, 80_000_000, "u1").tobytes().decode()
     table = pa.table({"text": [letters[i : i + 5000] for i in range(0, len(letters), 5000)]})
-    for name, rows in ("many", 1000), ("one", 10**6):
-        pq.write_table(table, name, row_group_size=rows, use_dictionary=False, compression="none")
-    del table, letters
-    for name in "many", "one":
-        command = [sys.executable, "-c", PEAK, Path(name).resolve()]
-        out = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-        assert float(out.stdout) < 180, (name, out.stdout)
+    code = "import data, sys; data.load(sys.argv[1], 64); print(open('/proc/self/status').read())"
+    for rows in 1000, 10**6:
+        pq.write_table(table, "x", row_group_size=rows, use_dictionary=False, compression="none")
+        command = [sys.executable, "-c", code, Path("x").resolve()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+        assert int(re.search(rb"VmHWM:\s+(\d+)", done.stdout)[1]) < 180 * 2**10, rows
 
 
 def test_import_is_light():
@@ -2699,18 +2577,16 @@ def test_import_is_light():
 
 def test_data_splits(cache):
     """Every split holds a window, or the corpus is refused; as many bytes as the message asks for are enough."""
-    for size in [*range(5100, 5145, 3), 20 * 257, 99_999]:
+    for size, fits in (5120, False), (5140, True), (5143, True), (99_999, True):
         Path("x").write_bytes(text(size))
-        ends = [0, size * 90 // 100, size * 95 // 100, size]
-        if min(np.diff(ends)) < 257:
-            with pytest.raises(data.InputError, match="too short"):
+        if not fits:
+            with pytest.raises(data.InputError, match="each split needs 257 bytes, the shortest has 256"):
                 data.load("x", 256)
-            assert size < 20 * 257
             continue
         corpus = data.load("x", 256)
         splits = [corpus.split(name) for name in ("train", "val", "test")]
         assert b"".join(s.tobytes() for s in splits) == text(size)
-        assert [len(s) for s in splits] == np.diff(ends).tolist()
+        assert np.cumsum([len(s) for s in splits]).tolist() == [size * 90 // 100, size * 95 // 100, size]
         assert all(np.shares_memory(s, corpus.tokens) for s in splits)
 
 
@@ -2739,19 +2615,17 @@ def test_data_order_is_a_pure_function_of_the_position():
     assert data.train_index(10, 1337, 0, 12).tolist() == [3, 4, 5, 9, 7, 1, 6, 0, 8, 2, 0, 8]
     for n in 5, 64, 100:
         whole = data.train_index(n, 3, 0, 240)  # a batch of several epochs, too
-        assert whole.dtype == np.int64 and whole.shape == (240,)
+        assert whole.dtype == np.int64
         epochs = [np.random.RandomState([3, e]).permutation(n) for e in range(240 // n + 1)]
         assert np.array_equal(whole, np.concatenate(epochs)[:240])
         for batch in 1, 8, 48, 120:
-            for step in np.random.RandomState(0).permutation(240 // batch).tolist():
+            for step in range(240 // batch):
                 assert np.array_equal(data.train_index(n, 3, step, batch), whole[step * batch : (step + 1) * batch])
     data.permutation.cache_clear()
-    np.random.seed(99)
     for step in range(100):  # the order is not drawn again at every step
         data.train_index(1000, 5, step, 32)[:] = 0  # the caller's own copy
     assert data.permutation.cache_info().misses == 4
     assert np.array_equal(data.permutation(1000, 5, 3), np.random.RandomState([5, 3]).permutation(1000))
-    assert np.random.randint(10**6) == np.random.RandomState(99).randint(10**6)  # numpy's own generator is not moved on
 
 
 def test_data_eval_windows():
@@ -3393,7 +3267,7 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(data.fcntl, "flock", no_locks)
     with data.hold(tmp_path):
-        assert "cannot be locked (Function not implemented): start no second run in it" in capsys.readouterr().err
+        assert "Function not implemented): start no second run in it" in capsys.readouterr().err
 
 
 def test_ranks_are_made_by_torchrun_alone(program, monkeypatch):
