@@ -2069,7 +2069,7 @@ def test_data_text_is_text_whatever_it_begins_with(cache):
             assert data.load("x", 16).path == Path("x"), (beginning, encoding)
 
 
-KINDS = {  # files that are no text, and what is said of them; {name: content} is a zip archive
+KINDS = {  # what is no text (names: of the files in a zip archive), and what is said of it
     b"\x1f\x8b\x08" + binary(9000): "(gzip): gunzip x",
     b"BZh91AY&SY" + binary(9000): "(bzip2): bunzip2 x",
     b"\xfd7zXZ\0" + binary(9000): "(xz): unxz x",
