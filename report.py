@@ -1,6 +1,6 @@
 """The logs of train.py and tasks.py, written and read: every table and figure of the three papers that logs can give.
 
-    python report.py runs/*-stdlib-*                   steps to a loss, ratios, gaps, cost: on the terminal
+    python report.py runs/*-stdlib-*                   steps to a loss, ratios, gaps: on the terminal
     python report.py runs/*-stdlib-* --out figures     and, with the figures, into a folder
     python report.py RUN RUN --out mine.pdf            the curves alone, under any name: .png, .pdf or .svg
     python report.py RUN RUN --out gap.pdf             one figure alone that has this name in the folder
@@ -927,7 +927,8 @@ def crossing(first, second, freedom):
 
 
 def power_laws(groups):
-    """{quantity: {model: ([N], [y], [sigma_log10], power_law)}} of the models with finished runs of several sizes."""
+    """{quantity: {model: ([N], [y], [sigma_log10], power_law, its slope as a text)}} of the models with finished runs of
+    several sizes."""
     found = {}
     for label, runs in (item for _, models in groups for item in models.items()):
         model, options, _ = split_label(label)
@@ -939,23 +940,21 @@ def power_laws(groups):
         for quantity, of in (("loss", float), ("perplexity", math.exp)) if len({n for n, _ in found[name]}) > 1 else ():
             points = sorted((n, *late_metric([of(x) for x in late])) for n, late in found[name])
             sizes, values, _, sigmas = zip(*points)
-            laws.setdefault(quantity, {})[name] = sizes, values, sigmas, power_law(sizes, values)
+            law = power_law(sizes, values)
+            slope = f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
+            laws.setdefault(quantity, {})[name] = sizes, values, sigmas, law, slope
     return laws
-
-
-def slope_text(law):
-    return f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
 
 
 def scaling_table(laws):
     rows = []
     for quantity, models in laws.items():
-        paper, (first, (sizes_of_first, *_, law_of_first)) = PAPER_FITS[quantity], next(iter(models.items()))
-        for name, (sizes, _, _, law) in models.items():
+        paper, (first, (sizes_of_first, _, _, law_of_first, _)) = PAPER_FITS[quantity], next(iter(models.items()))
+        for name, (sizes, _, _, law, slope) in models.items():
             met = crossing(law_of_first, law, len(sizes_of_first) + len(sizes) - 4) if name != first else None
             place = f"{met[0]:.2g} ({met[1]:.3g})" if met else "-"
             place += " *{:.2g} ({})*".format(*paper["crossing"]) * ((first, name) == ("pam", "sam"))
-            slope = slope_text(law) + (f" *{paper[name]}*" if name in paper else "")
+            slope += f" *{paper[name]}*" if name in paper else ""
             rows.append([quantity, name, len(sizes), len({*sizes}), slope, place])
     note = ("Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there "
             "is no crossing. *Italics: the paper's, of GPT-2's tokens.*")  # fmt: skip
@@ -968,11 +967,11 @@ def plot_scaling(laws, path):
     title, ylabel = "Late-epoch loss and perplexity by parameters, a point a run", ("loss, nats", "perplexity")
     with figure(path, title, ["", ""], 1, 3, "parameters", ylabel, sharey=False) as axes:
         for ax, (quantity, models) in zip(axes, laws.items()):
-            for i, (name, (sizes, values, sigmas, law)) in enumerate(models.items()):
+            for i, (name, (sizes, values, sigmas, law, slope)) in enumerate(models.items()):
                 colour, ends = style(name)["color"], [sizes[0], sizes[-1]]
                 bars = [y * sigma * math.log(10) for y, sigma in zip(values, sigmas)]
                 beside = [n * 1.012 ** (4 * i + sizes[:k].count(n)) for k, n in enumerate(sizes)]
-                label = f"{name}, {quantity}: slope {slope_text(law)}"
+                label = f"{name}, {quantity}: slope {slope}"
                 ax.errorbar(beside, values, bars, fmt="^*os"[i % 4], color=colour, ms=5, lw=0.8, capsize=2, label=label)
                 ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
             ax.set_yscale("log")

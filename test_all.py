@@ -4298,27 +4298,22 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert labels == ["MyGRU D=64, steps 60", "hmamba, steps 80"] and ax.get_xlabel() == "optimization step"
     assert ax.lines[1].get_color() == report.COLOURS["hmamba"]
     assert [line.get_marker() for line in ax.lines] == ["o", "s"]
-    ax.set_xlim(0, 4)
-    assert all(x == round(x) for x in ax.get_xticks())
     draw("cg", "curves.png")
     assert [ax.get_title() for ax in drawn["curves.png"]] == ["loss, bpc", "loss, bits a token"]
     draw("ai", "rates.png", "curves.png")
     assert [*drawn["rates.png"][0].lines[0].get_xdata()] == [0.01, 0.02] and len(drawn["curves.png"][0].lines) == 2
-    text, found = draw("aj", "curves.png")
-    labels = [line.get_label() for line in drawn["curves.png"][0].lines]
-    assert labels == ["hmamba, init_from scratch", "hmamba, init_from A tiny/best.pt"]
+    _, found = draw("aj", "curves.png")
+    assert drawn["curves.png"][0].lines[1].get_label() == "hmamba, init_from A tiny/best.pt"
     assert {"steps-scratch.png", "steps-A_tiny_best.pt.png"} < found.keys()
     draw("adef", "gap.png")
     states, attention = drawn["gap.png"]
-    labels = [(ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) for ax in (states, attention)]
-    assert labels == [("state space", "", "gap, bpc"), ("attention", "optimization step", "gap, bpc")]
+    assert [(ax.get_title(), ax.get_ylabel()) for ax in (states, attention)] == [
+        ("state space", "gap, bpc"), ("attention", "gap, bpc")]  # fmt: skip
     low, high = states.get_ylim()
     assert (low, high) == attention.get_ylim() and low < -1 and high > 2.5 and states.get_xlim()[0] <= 0
     assert list(states.lines[0].get_ydata()) == pytest.approx([0, 2.5, 0.1, 0.1])
-    bands = [[patch.get_label() for patch in ax.patches if "paper" in patch.get_label()] for ax in (states, attention)]
-    assert bands == [["the paper's mamba - hmamba, at 1000 steps"],
-                     ["the paper's transformer - htransformer, at 1000 steps"]]  # fmt: skip
-    (band,) = (patch for patch in states.patches if "paper" in patch.get_label())
+    (band,), (other,) = ([patch for patch in ax.patches if "paper" in patch.get_label()] for ax in (states, attention))
+    assert band.get_label() == "the paper's mamba - hmamba, at 1000 steps" and "transformer" in other.get_label()
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((0.315, 0.396))
     draw("fh", "gap.png")
     assert not any("paper" in patch.get_label() for patch in drawn["gap.png"][0].patches)
@@ -4485,12 +4480,12 @@ def test_report_refuses_runs_that_do_not_belong_together(program):
     assert {task: [*models] for task, models in report.group_tasks(of_tasks).items()} == {"S5": ["rnn", "GRU D=4"]}
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"2.5"', "[2.5]", '2.5, "step": "x"'])
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"2.5"', '2.5, "step": "x"'])
 def test_report_of_a_damaged_log(program, value):
     """A line that is no event is left out, with a note."""
     write_log("a", "hmamba", [8, 3, 2.5, 2.1])
-    log = Path("a/log.jsonl")
-    log.write_text(re.sub(r'("step": (20, "loss|40, "val_loss)": )[^,}]*', rf"\g<1>{value}", log.read_text()))
+    log = Path("a/log.jsonl").read_text()
+    Path("a/log.jsonl").write_text(re.sub(r'("step": (20, "loss|40, "val_loss)": )[^,}]*', rf"\g<1>{value}", log))
     code, out, err = program(report, "a")
     assert (code, err) == (0, "note: of a/log.jsonl these lines cannot be read and are left out: 6, 8\n")
     assert "| 20 | 42 *75-79* | 56 |" in out
@@ -4524,8 +4519,8 @@ def test_pam_protocol(program, monkeypatch):
 def test_training_in_epochs(program):
     """PAM in epochs: evaluations at and between their ends, generated texts, tables, resume bit for bit."""
     flags = ["--model", "pam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--size", "5m", "--epochs", 3, "--seq", 64,
-             "--eval_seqs", 8, "--sample_every", 20, "--lr", 0.01, "--warmup", 10, "--batch", 32]  # fmt: skip
-    Path("text.txt").write_text(Path("text.txt").read_text()[:37_000])
+             "--eval_seqs", 8, "--sample_every", 10, "--lr", 0.02, "--warmup", 5, "--batch", 32]  # fmt: skip
+    Path("text.txt").write_text(Path("text.txt").read_text()[:18_300])
     code, out, err = program(train, *flags, "--out", "run")
     assert (code, err, "#### Means of the last three epochs" in out) == (0, "", True)
     events = report.read_log("run")
@@ -4535,7 +4530,7 @@ def test_training_in_epochs(program):
     assert {per_epoch * i for i in range(4)} <= {step for step, _ in vals}
     assert [at for _, at in vals if at == int(at)] == [0, 1, 2, 3]
     assert [at % 1 for _, at in vals] == pytest.approx([0, 0.25, 0.5, 0.75] * 3 + [0], abs=0.05)
-    assert [e["step"] for e in events if e["event"] == "generated"] == list(range(20, 3 * per_epoch + 1, 20))
+    assert [e["step"] for e in events if e["event"] == "generated"] == list(range(10, 3 * per_epoch + 1, 10))
     late = report.late_losses(events)
     assert len(late) == 6
     assert late[-1] == next(e["val_loss"] for e in reversed(events) if e["event"] == "val")
@@ -4638,20 +4633,16 @@ def test_rank_of_the_memory(name):
     expected = diagnose.effective_rank(S if model.real else torch.view_as_complex(S))
     torch.testing.assert_close(ranks[2, -1, 2, 1], expected, atol=1e-4, rtol=0)
     assert 1 < ranks[-1].min() < ranks[-1].max() <= 4
-    # The table: means over the windows, then from the position `after` on mean, lowest and highest.
-    ranks = torch.tensor([[9.0, 9], [1, 3], [2, 4], [4, 6]]).view(4, 1, 1, 2)
-    table = diagnose.ranks_table([1, 15, 20, 30], ranks, 2 * ranks, 15).splitlines()
-    assert table[0].startswith("| layer | head | after 15 tokens | from there to 30 (range) | untrained, after 15")
-    assert table[2:] == ["| 0 | 0 | 2.00 | 3.33 (2.00-5.00) | 4.00 | 6.67 (4.00-10.00) |"]
+    ranks = torch.tensor([[9.0, 9], [1, 3], [2, 4], [4, 6]]).view(4, 1, 1, 2)  # two windows
+    table = diagnose.ranks_table([1, 15, 20, 30], ranks, 2 * ranks, 15)
+    assert table.endswith("\n| 0 | 0 | 2.00 | 3.33 (2.00-5.00) | 4.00 | 6.67 (4.00-10.00) |")
 
 
 def test_repetition():
     """3-grams of abcabcd: abc bca cab abc bcd, one of the five occurred before. In pieces of the length that gives the
     paper's three numbers: a longer text is cut, a shorter one taken whole."""
-    found = diagnose.repetition(list("abcabcd"))
-    assert found == {"3-gram": pytest.approx(0.2), "4-gram": 0.0, "unique": pytest.approx(4 / 7)}
-    assert diagnose.repetition([1] * 10) == {"3-gram": 1 - 1 / 8, "4-gram": 1 - 1 / 7, "unique": 0.1}
-    assert diagnose.repetition([]) == {"3-gram": 0.0, "4-gram": 0.0, "unique": 0.0}
+    for text, shares in (("abcabcd", (0.2, 0, 4 / 7)), ([1] * 10, (7 / 8, 6 / 7, 0.1)), ("", (0, 0, 0))):
+        assert list(diagnose.repetition(text).values()) == pytest.approx(shares)
     n = diagnose.PAPER_SAMPLE
     assert [round(x, 3) for x in (3 / (n - 2), 1 / (n - 3), 64 / n)] == list(diagnose.PAPER_REPETITION.values())
     found = diagnose.repetitions([[*range(n), *range(n), 0], [7] * 10], list)
@@ -4715,12 +4706,9 @@ def test_wordnet_pairs(tmp_path):
     assert antonyms == {("cold", "hot"), ("ice cold", "warm")}
     assert len(synonyms) == 45 + 2
     assert {("a", "j"), ("hot", "warm"), ("cold", "ice cold")} <= synonyms
-    path = tmp_path / "data.adv"
-    for damage, message in (("not it\n", "is not a data file of WordNet: 'not it'"), (None, "cannot read WordNet's")):
-        path.write_text(damage) if damage else path.unlink()
-        with pytest.raises(data.InputError, match=message) as error:
-            diagnose.wordnet_pairs(tmp_path)
-        assert str(path) in str(error.value)
+    (tmp_path / "data.adv").write_text("not it\n")
+    with pytest.raises(data.InputError, match="data.adv is not a data file of WordNet: 'not it'"):
+        diagnose.wordnet_pairs(tmp_path)
 
 
 def test_diagnostics_of_runs(merges, program, undrawn, tmp_path):
@@ -4764,12 +4752,12 @@ def test_diagnostics_of_runs(merges, program, undrawn, tmp_path):
         z = z[[data.codec(265)[0](word)[0] for word in (b" s", b" g", b" o")]]
         product = ((z.conj() @ z.T).abs() / (z.norm(dim=1) * z.norm(dim=1, keepdim=True))).triu(1)
         assert f"| synonyms | 3 | 3 | {product.sum() / 3:.4f} +- " in out
+        assert Path(f"figures/coherence-{name}-gpt2.png").exists()
     assert len(re.findall(r"\| random \| 3 \| [23] \| 0\.\d{4} \+- ", out)) == 2
-    assert all(Path(f"figures/coherence-{name}-gpt2.png").exists() for name in ("pam", "sam"))
     assert f"| sam-gpt2 | tokens | {diagnose.SAMPLING['sample']} | 1 |" in out
 
 
-def test_faults_of_diagnostics(merges, program, tmp_path, monkeypatch):
+def test_faults_of_diagnostics(merges, program, tmp_path):
     """Each is one line, before anything is measured."""
     flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--eval_seqs", 2, "--steps", 1]
     assert program(train, "--model", "pam:D=4:L=1:H=1:d=4", *flags, "--out", "pam")[0] == 0
@@ -4778,28 +4766,23 @@ def test_faults_of_diagnostics(merges, program, tmp_path, monkeypatch):
         (tmp_path / name / "log.jsonl").write_text(Path("pam/log.jsonl").read_text().replace(old, new))
     Path("empty").touch()
     for argv, message in (
-        (["other"], "other is no PAM or SAM, but hmamba"),
-        (["tokens"], "no checkpoint in"),
+        (["other"], "other is no PAM or SAM, but hmamba"), (["tokens"], "no checkpoint in"),
         (["pam", "--wordnet", "."], "--wordnet takes runs with --tokens gpt2"),
         (["tokens", "--wordnet", "."], f"WordNet's data.noun (unzip {diagnose.WORDNET_URL} in {tmp_path / 'cache'} and"),
-        (["pam", "pam/log.jsonl"], "the same name"),
-        (["pam", "--out", "text.txt"], "cannot write text.txt"),
+        (["pam", "pam/log.jsonl"], "the same name"), (["pam", "--out", "text.txt"], "cannot write text.txt"),
         (["pam", "--text", "nowhere"], "cannot read --text nowhere (for a text: --prompt)"),
         *((["pam", *more], "over a text that is not empty, and without --wordnet") for more in (
             ["--text", "empty"], ["--prompt", ""], ["--prompt", "x", "--wordnet", "."])),
-        (["pam", "--text", "empty", "--prompt", "x"], "not allowed with"),
         (["pam", "--prompt", "x", "--out", "x.png"], "--out x.png must be a folder"),
+        (["pam"], "text.txt is not the data of"),
     ):  # fmt: skip
+        if argv == ["pam"]:
+            Path("text.txt").write_text(Path("text.txt").read_text()[1:])
         code, _, err = program(diagnose, *argv)
         assert (code, err.count("\n"), message in err) == (2, 1, True), err
-    Path("text.txt").write_text(Path("text.txt").read_text()[1:])
-    code, _, err = program(diagnose, "pam", "--out", "x")
-    assert (code, "text.txt is not the data of" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "spec", ["hmamba", "pam", "pam:order=sequential", "htransformer", "htransformer:score=softmax"]
-)
+@pytest.mark.parametrize("spec", ["hmamba", "pam", "pam:order=sequential", "htransformer", "htransformer:score=softmax"])
 def test_phases_are_those_of_the_state(spec):
     """What `step` holds after each token, whatever the length: (layers, heads, numbers, tokens)."""
     small = {"N": 3, "H": 2, "D": 8, "L": 2} if not spec.startswith("pam") else {"d": 3, "H": 2, "D": 8, "L": 2}
