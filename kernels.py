@@ -64,11 +64,12 @@ except ImportError:  # as on macOS and Windows: the torch paths do the work
 # ----------------------------------------------------------------------------------------------------------------------
 # Part I: what each operation is
 #
-# Four times in the same order: the recurrence, and its adjoint, that is how the gradient of a loss L comes back from the
-# outputs to the inputs (for a complex z, dL/dz is dL/dRe z + i dL/dIm z); the reference, a loop that says the recurrence
-# as it is written; the public function, which checks shapes (`_check`), picks a backend (`_pick`) and hands over to it.
+# Four times in the same order: the recurrence, and its adjoint, that is how the gradient of a loss L comes back from
+# the outputs to the inputs (for a complex z, dL/dz is dL/dRe z + i dL/dIm z); the reference, a loop that says the
+# recurrence as it is written; the public function, which checks shapes (`_check`), picks a backend (`_pick`) and hands
+# the work to it.
 
-# ---- complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                      (QS eq. 2) ----
+# ---- complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                     (QS eq. 2) ----
 #
 # The adjoint runs backwards in time. What arrives at h_t, from its own output and from h_{t+1}, is
 # g_t = dL/dh_t + conj(a_{t+1}) g_{t+1}. With z_t = a_t h_{t-1}, the part of h_t that the transition made:
@@ -164,7 +165,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     return _in_dtype(dtype, h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
 
 
-# ---- selective_scan: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t                (Mamba, Algorithm 2) ----
+# ---- selective_scan: h_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t,  y_t = C_t . h_t              (Mamba, Algorithm 2) ----
 #
 # The adjoint: g_t = dL/dy_t C_t + exp(dt_{t+1} A) g_{t+1}, and with x_t = dt_t u_t, w_t = g_t exp(dt_t A) h_{t-1}:
 #     dL/dC_t = sum_E dL/dy_t h_t    dL/dB_t = sum_E x_t g_t    dL/dx_t = g_t . B_t    dL/ddt_t = w_t . A + u_t dL/dx_t
@@ -209,9 +210,9 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
 
 # ---- born_attention: o_i = sum_{j<=i} w_ij v_j / sum_{j<=i} w_ij, w_ij = |<q_i|k_j>|^2   (QS eq. 5, Algorithm 3) ----
 #
-# D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Numerator and
-# denominator are one sum over the past, s_i = sum_{j<=i} w_ij u_j with u_j = (v_j, 1), the value and a one beside it.
-# There are three equal ways to it:
+# D and tau_i of eq. 5 stand in numerator and denominator alike and cancel; so does |q_i|, which is set to 1. Both are
+# one sum over the past, s_i = sum_{j<=i} w_ij u_j with u_j = (v_j, 1), the value and a one beside it: its last entry is
+# the denominator. There are three equal ways to it:
 #   quadratic   Take a complex vector of N numbers as a real one of 2N. Then <q|k> = Q.K + i (iQ).K, so
 #               w = (Q.K)^2 + ((iQ).K)^2: two matrix products and squares, no exponential.
 #   linear      w = tr(q q^* k k^*) is linear in the Hermitian matrix k k^*, which N^2 real numbers describe, the
@@ -230,9 +231,9 @@ TINY = 1e-30
 
 
 def born_attention_reference(q, k, v, S=None):
-    """QS Algorithm 3 in complex128, without D and tau, which cancel, but with what keeps it finite: q of unit norm, which
-    cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory. q may be the last of the
-    positions of k; S sums what came before those."""
+    """QS Algorithm 3 in complex128, without D and tau, which cancel, but with what keeps it finite: q of unit norm,
+    which cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory. q may be the
+    last of the positions of k; S sums what came before those."""
     q, k, v = q.double(), k.double(), v.double()
     unit = _unit(q.flatten(-2))
     q, k, v = (torch.view_as_complex(x.contiguous()) for x in (unit.view(q.shape), k, v))
@@ -250,9 +251,9 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     """Causal attention whose weight is the squared modulus of a complex inner product: QS eq. 5, Algorithm 3.
 
     Args:
-        q, k, v: (B, H, T, N, 2) complex, of one float dtype. In float32 the sizes of q and of k do not matter from 1e-12
-            to 1e12; beyond, squares may leave float32, and o is wrong without an error. NaN or inf in k or v may also
-            reach the outputs of earlier tokens of the same tile.
+        q, k, v: (B, H, T, N, 2) complex, of one float dtype. In float32 the sizes of q and of k do not matter from
+            1e-12 to 1e12; beyond, squares may leave float32, and o is wrong without an error. NaN or inf in k or v may
+            also reach the outputs of earlier tokens of the same tile.
         state: what came before, from an earlier call; None is nothing. (S, k, v): S (B, H, N^2, 2N+1) sums the whole
             chunks of 64 tokens folded so far (None: no chunk yet), k and v (B, H, n, N, 2) are the tokens after them.
             All are float32 (float64 if q is).
@@ -286,7 +287,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     if backend == "triton" and state is None and method != "linear":
         o, _ = _triton_born(*_autocast(q, k, v))
     else:
-        # Quadratic costs about T N a token, linear N^3: on a CPU they were measured to cross here, forward and backward.
+        # Quadratic costs about T N a token, linear N^3: they cross here, as measured on a CPU, forward and backward.
         linear = method == "linear" or (method == "auto" and T >= max(384, 3 * N * N))
         o = _born_in_torch(q.to(dtype), S, all_k, all_v, linear)
     if o.requires_grad:
@@ -295,10 +296,10 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     return o, (S, k.clone(), v.clone())  # not views, which would keep the whole sequence
 
 
-# ---- phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t       (PAM eq. 6 and the line before eq. 7) ----
+# ---- phase_memory: S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t    (PAM eq. 6 and the line before eq. 7) ----
 #
-# It is computed in chunks. In a chunk of c tokens, with S the state before it and E_ti = prod_{i<j<=t} gamma_j what is left
-# at token t of what token i added (E_t0: of S):
+# It is computed in chunks. In a chunk of c tokens, with S the state before it and E_ti = prod_{i<j<=t} gamma_j what is
+# left at token t of what token i added (E_t0: of S):
 #     y_t = sum_{i<=t} E_ti (k_i^* . q_t) v_i + E_t0 S q_t          S' = sum_i E_ci v_i (x) k_i^* + E_c0 S
 # The first sum is PAM eq. 7, the dual form, inside the chunk. log E is summed over the gates between i and t, never
 # taken as a difference of two prefix sums: beside one gate near 0 the difference would lose the gates near 1.
@@ -328,8 +329,9 @@ def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
 
 
 def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
-    """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, PAM eq. 6, and y_t = S_t q_t, which
-    eq. 7 writes as a sum over the past. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are the caller's.
+    """Associative memory with a matrix state: S_t = gamma_t S_{t-1} + v_t (x) k_t^*, PAM eq. 6, and y_t = S_t q_t,
+    which eq. 7 writes as a sum over the past. The scale 1/sqrt(d) of the query and the factor 1 - p of the value are
+    the caller's.
 
     Args:
         q, k, v: (B, H, T, d, 2) complex queries, keys and values; (B, H, T, d) if real. NaN or inf in k or v may also
@@ -497,7 +499,7 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
     def call(*inputs):
         if forward_ad._current_level >= 0:  # PyTorch would take the tangent of this operator for zero, without a word
             raise NotImplementedError(
-                "this operator has gradients by backward() alone, no forward-mode derivatives (jvp, jacfwd, forward_ad): "
+                "this operator has gradients by backward() alone, no forward mode (jvp, jacfwd, forward_ad); for that "
                 "take backend='reference', or set NANOHILBERT_BACKEND=reference"
             )
         return operator(*inputs)
@@ -538,7 +540,7 @@ CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
 
 
 def complex_scan_clamped(log_decay, theta, b, h0=None):
-    """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see the errata."""
+    """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see PAPERS.md."""
     dtype = _compute_dtype(log_decay, theta, b, h0)
     log_decay, theta, b, h0 = _in_dtype(dtype, log_decay, theta, b, h0)
     log_decay, x = log_decay.expand(theta.shape), torch.zeros_like(b[:, 0]) if h0 is None else h0  # x (B, C, 2)
@@ -609,7 +611,7 @@ def _scan(a, b, h0, reverse=False):
 
 
 def _transition(log_decay, theta):
-    """a_t = alpha_t lambda_t (Algorithm 1, line 3): (1, B, T, C) if real, else (2, B, T, C), its real and imaginary part."""
+    """a_t = alpha_t lambda_t (Algorithm 1, line 3): (1, B, T, C) if real, else its two parts, (2, B, T, C)."""
     modulus = log_decay.exp()
     if theta is None:
         return modulus.unsqueeze(0).contiguous()
@@ -1118,8 +1120,8 @@ if triton is not None:
 
     @triton.jit
     def _cos_sin(x):
-        """cos x and sin x to 2e-7 for |x| < 1e5, without the branches and the local memory of the library's. x = k pi/2 + r
-        with pi/2 in three parts (Cody and Waite), then the polynomials of Cephes for |r| < pi/4."""
+        """cos x and sin x to 2e-7 for |x| < 1e5, without the branches and the local memory of the library's. x is
+        k pi/2 + r with pi/2 in three parts (Cody and Waite), then come the polynomials of Cephes for |r| < pi/4."""
         k = tl.floor(x * 0.6366197723675814 + 0.5)
         r = tl.fma(k, -1.5703125, x)
         r = tl.fma(k, -4.837512969970703e-4, r)
@@ -1139,7 +1141,7 @@ if triton is not None:
     @triton.jit
     def _scan_place(T, H, N, tiles, segments, TIME: constexpr, CHANNELS: constexpr, WIDTH: constexpr):
         """Where this program works: its row of the batch, the channel of each column (WIDTH columns a head, of which N
-        are used), which columns there are, its segment, the head of each column, the segment's first time and the end."""
+        are used), which columns there are, its segment, the head of each column, the segment's first time and end."""
         blocks = tl.cdiv(H, CHANNELS // WIDTH)
         batch, rest = tl.program_id(0) // (blocks * segments), tl.program_id(0) % (blocks * segments)
         column = tl.arange(0, CHANNELS)
@@ -1150,8 +1152,8 @@ if triton is not None:
 
     @triton.jit
     def _scan_transition(inputs, row, head, c, mask):
-        """a_t, and 1 outside the mask: exp(x) if y is None, exp(x + i y) if dt is None, else H-Mamba's, without an angle:
-        sigmoid(x) (1 + i phi) / (1 - i phi) with phi = dt / 2 (y + omega), QS Algorithm 1 and eq. 3."""
+        """a_t, and 1 outside the mask: exp(x) if there is no y, exp(x + i y) if there is no dt, else H-Mamba's, without
+        an angle: sigmoid(x) (1 + i phi) / (1 - i phi) with phi = dt / 2 (y + omega), QS Algorithm 1 and eq. 3."""
         xs, ys, dts, omega = inputs
         if dts is None:
             modulus = tl.exp(_load(xs, row, c, mask))
@@ -1247,8 +1249,9 @@ if triton is not None:
         return h
 
     @triton.jit(do_not_specialize=["T", "tiles", "segments"])
-    def _scan_forward_kernel(xs, ys, dts, omega_ptr, bs, product_ptr, state_ptr, h0_ptr, h_ptr, T, H, N, tiles, segments,
-                             TIME: constexpr, CHANNELS: constexpr, WIDTH: constexpr):  # fmt: skip
+    def _scan_forward_kernel(xs, ys, dts, omega_ptr, bs, product_ptr, state_ptr, h0_ptr, h_ptr,
+                             T, H, N, tiles, segments, TIME: constexpr, CHANNELS: constexpr,
+                             WIDTH: constexpr):  # fmt: skip
         REAL: constexpr = ys is None
         place = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
         batch, c, used, segment, head, first, end = place
@@ -1602,9 +1605,9 @@ if triton is not None:
 
     @triton.jit
     def _born_rounded(w, ptr):
-        """The weights as the product with v takes them, so that numerator and denominator sum the same numbers: in bfloat16
-        unless v is float32. Cutting digits off is one instruction, and makes all weights too small by the same share in
-        the mean, which cancels in o."""
+        """The weights as the product with v takes them, so that numerator and denominator sum the same numbers: in
+        bfloat16 unless v is float32. Cutting digits off is one instruction, and makes all weights too small by the same
+        share in the mean, which cancels in o."""
         if ptr.dtype.element_ty == tl.float32:
             return w
         else:
@@ -1770,13 +1773,14 @@ _triton_born = _operator(
 
 
 # ---- phase_memory ----
-# `_phase_state_kernel` walks over the chunks for a block of M and writes what stands before each, or from the end N, what
-# stands after each. All else has a program for each chunk, and forms E and the scores again: `_phase_value_kernel`, one
-# for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same sum of two products, and
-# `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in bfloat16; E, the sums, and M
-# and N while they are carried on and at the end, are float32. But beside bfloat16 all that is multiplied is rounded to
-# it, by 2^-9 at most: the keys times E, the scores times E, and M and N as stored before and after each chunk, also a
-# caller's float32 state before its first. Complex tiles are tuples (re, im), in a real memory twice the same.
+# `_phase_state_kernel` walks over the chunks for a block of M and writes what stands before each, or from the end N,
+# what stands after each. All else has a program for each chunk, and forms E and the scores again:
+# `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
+# sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
+# bfloat16; E, the sums, and M and N while they are carried on and at the end, are float32. But beside bfloat16 all
+# that is multiplied is rounded to it, by 2^-9 at most: the keys times E, the scores times E, and M and N as stored
+# before and after each chunk, also a caller's float32 state before its first. Complex tiles are tuples (re, im), in a
+# real memory twice the same.
 
 # Tokens of a chunk, coordinates of a block, and of a block of M; in float32 16 (real 32), 32, 16.
 PHASE_TILE = 64, 64, 32
@@ -1803,7 +1807,8 @@ if triton is not None:
         return keys, values, (keys < COLUMNS) & (values < COLUMNS)
 
     @triton.jit
-    def _phase_load_state(ptr, place, row, column, COLUMNS: constexpr, KEYS: constexpr, VALUES: constexpr, REAL: constexpr):
+    def _phase_load_state(ptr, place, row, column, COLUMNS: constexpr, KEYS: constexpr, VALUES: constexpr,
+                          REAL: constexpr):  # fmt: skip
         """A block of the stored state number `place`, which is a plane of real parts, then one of imaginary parts."""
         keys, values, mask = _phase_state_at(row, column, COLUMNS, KEYS, VALUES)
         pointers = ptr + place * (1 if REAL else 2) * COLUMNS * COLUMNS + (keys * COLUMNS + values)
@@ -1842,7 +1847,7 @@ if triton is not None:
 
     @triton.jit
     def _phase_decays(gates, ROWS: constexpr, TRANSPOSED: constexpr):
-        """E_ti for the tokens of a chunk, at [t, i], or [i, t] if TRANSPOSED. Sums of the gates between, as in `_decays`."""
+        """E_ti for the tokens of a chunk, at [t, i], or [i, t] if TRANSPOSED; by sums as in `_decays`."""
         row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
         if TRANSPOSED:
             between = tl.cumsum(tl.where(row < column, gates[None, :], 0.0), 1)
@@ -1863,10 +1868,10 @@ if triton is not None:
         return tl.exp(total)
 
     @triton.jit
-    def _phase_state_kernel(keys, values, gates, S_ptr, states_ptr, last_ptr, G, H, T, REVERSE: constexpr, REAL: constexpr,
-                            COLUMNS: constexpr, CHUNK: constexpr, WIDTH: constexpr):  # fmt: skip
-        """M before each chunk and after the last, from the keys and values, M' = (E_c K)^H V + E_c0 M. With REVERSE dL/dM
-        after each chunk and before the first, from the queries and dL/dY: N = (E_0 Q)^H G + E_c0 N'."""
+    def _phase_state_kernel(keys, values, gates, S_ptr, states_ptr, last_ptr, G, H, T, REVERSE: constexpr,
+                            REAL: constexpr, COLUMNS: constexpr, CHUNK: constexpr, WIDTH: constexpr):  # fmt: skip
+        """M before each chunk and after the last, from the keys and values, M' = (E_c K)^H V + E_c0 M. With REVERSE
+        dL/dM after each chunk and before the first, from the queries and dL/dY: N = (E_0 Q)^H G + E_c0 N'."""
         EACH: constexpr = 1 if REAL else 2
         BLOCKS: constexpr = (COLUMNS + WIDTH - 1) // WIDTH
         g, block = tl.program_id(0) % G, tl.program_id(0) // G
@@ -1914,8 +1919,8 @@ if triton is not None:
                             DEPTH: constexpr):  # fmt: skip
         """For a chunk and a block of coordinates, the same sum for Y, dL/dQ, dL/dK and dL/dV: the rows Z, `summed`,
         weighted by how X, `seen`, and Y, `own`, match, and what the state holds for Y: (X Y^H * E)^H Z + E_c Y M. With
-        LATER the rows of Y come after those of X: E^T for E and E_0 for E_c. With FLIP, M^H for M. If there are factors,
-        also the real product of each of their rows with that of the second part: `dots`."""
+        LATER the rows of Y come after those of X: E^T for E and E_0 for E_c. With FLIP, M^H for M. If there are
+        factors, also the real product of each of their rows with that of the second part: `dots`."""
         EACH: constexpr = 1 if REAL else 2
         BLOCKS: constexpr = (COLUMNS + WIDTH - 1) // WIDTH
         g, chunk, block = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS
@@ -1956,7 +1961,8 @@ if triton is not None:
         P = _phase_scores(_head(queries, g, H), _head(keys, g, H), first, T, COLUMNS, CHUNK, DEPTH, REAL)
         dP = _phase_scores(_head(grads, g, H), _head(values, g, H), first, T, COLUMNS, CHUNK, DEPTH, REAL)
         E = _phase_decays(gate, CHUNK, False)
-        through = _real_part((P[0] * E, P[1] * E), dP, REAL)  # E dL/dE between tokens; below from, to and past the states
+        # E dL/dE: between tokens, from the state before the chunk, to the state after it, and past all tokens
+        through = _real_part((P[0] * E, P[1] * E), dP, REAL)
         t, j = first + tl.arange(0, CHUNK), tl.arange(0, CHUNK)
         from_state, to_state, past = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), 0.0
         for block in range((COLUMNS + WIDTH - 1) // WIDTH):
