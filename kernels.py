@@ -1059,7 +1059,7 @@ def _launch(kernel, programs, *args, **constants):
 
 class Rows(NamedTuple):
     """A tensor that a kernel reads where it lies: the numbers of a row follow one another, and rows, sequences of the
-    batch, and heads are so many numbers apart. Arguments of kernels that are Rows have names in the plural."""
+    batch, and heads are so many numbers apart. Tensors that kernels take are Rows unless their names end in _ptr."""
 
     ptr: Tensor
     row: int
