@@ -382,20 +382,6 @@ def run_group(group, out, device):
             data.replace_file(path, lambda f, text=text: f.write(text.encode()))
 
 
-def finished_logs(out, protocol):
-    """The logs of all finished runs in the folder `out` that were trained under one protocol."""
-    logs = []
-    for path in sorted(out.glob("*/log.jsonl")):
-        try:
-            events = report.read_log(path)
-        except InputError as e:
-            data.note(f"note: {e}; it is left out")
-        else:
-            if events[-1]["event"] == "final" and report.protocol(events) == protocol:
-                logs.append(events)
-    return logs
-
-
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("--task", default="mod3", help="a task, a comma-separated list, or all (default: %(default)s)")
@@ -441,7 +427,9 @@ def main():
             for i in range(0, len(group), together):
                 run_group(group[i : i + together], out, device)
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
-        logs = finished_logs(out, report.protocol([{"settings": asdict(groups[0][0])}]))
+        alike = report.protocol([{"settings": asdict(groups[0][0])}])
+        logs = [report.read_log(path) for path in sorted(out.glob("*/log.jsonl"))]
+        logs = [events for events in logs if events[-1]["event"] == "final" and report.protocol(events) == alike]
         text = report.task_tables(logs)
         paths = report.write_report(text, report.task_figures(report.group_tasks(logs)), out)
     shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all

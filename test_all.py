@@ -5280,7 +5280,7 @@ def test_tasks_program(program, short_tasks):
 
 def test_finished_runs_are_kept_and_tabled(program, short_tasks, no_figures, monkeypatch):
     """The same command goes on where it was stopped. The tables hold all finished runs of the folder and this protocol, and
-    not those that were cut or damaged, or are of other programs: these are named. train.py hands over."""
+    not those that were cut, or are of train.py, which hands over."""
     real, trained = tasks.train, []
 
     def watched(s, seeds, device):
