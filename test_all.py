@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import pty
 import re
 import resource
