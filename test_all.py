@@ -1085,33 +1085,22 @@ def test_what_does_not_fit_is_refused(spec):
     _, loss, state = model(idx, idx, model.init_state(2))
     assert model(idx.int(), idx.int(), model.init_state(2))[1] == loss
     *before, last = state
-    for wrong in (
-        before,
-        [*state, last],
-        *([*before, part] for part in (None, 7, last[:-1], (*last[:-1], "7"), (*last[:-1], (1, 2)))),
-        [*before, (*last[:-1], (None, torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1, 1)))],
-        [*before, (last[-1], *last[1:-1], last[0])],
-        tree_map_only(torch.Tensor, torch.Tensor.long, state),
-        tree_map_only(torch.Tensor, lambda x: x.to("meta"), state),
-        model(idx[:1])[2],
-        make("pam:H=2" if spec.startswith(("pam", "sam")) else "pam", L=2)(idx)[2],
-    ):
-        for call in (lambda s: model(idx, state=s), lambda s: model(idx, idx, s), lambda s: model.step(idx[:, 0], s)):
-            with pytest.raises(ValueError, match="state"):
-                call(wrong)
-    for wrong in (idx.t(), idx.flatten(), idx[:, :4], idx.float()):
-        with pytest.raises(ValueError, match=r"targets: torch.* expected int64 of shape \(2, 5\)"):
-            model(idx, wrong)
-    for wrong in (idx.float(), idx.byte(), idx > 9):
-        with pytest.raises(ValueError, match="idx: torch.* expected int64"):
-            model(wrong)
+    wrong_last = [None, 7, last[:-1], *((*last[:-1], part) for part in ("7", (1, 2), (None, *torch.zeros(2, 2, 1, 1, 1))))]
+    states = [before, [*state, last], *([*before, part] for part in [*wrong_last, (last[-1], *last[1:-1], last[0])]),
+              *(tree_map_only(torch.Tensor, f, state) for f in (torch.Tensor.long, lambda x: x.to("meta"))), model(idx[:1])[2],
+              make("pam:H=2" if spec.startswith(("pam", "sam")) else "pam", L=2)(idx)[2]]  # fmt: skip
+    refused = [("state", (idx, targets, wrong)) for wrong in states for targets in (None, idx)]
+    refused += [(r"targets: torch.* expected int64 of shape \(2, 5\)", (idx, wrong))
+                for wrong in (idx.t(), idx.flatten(), idx[:, :4], idx.float())]  # fmt: skip
+    refused += [("idx: torch.* expected int64", (wrong,)) for wrong in (idx.float(), idx.byte(), idx > 9)]
     for shape in ((2, 0), (0, 3), (0, 0)):
-        empty = torch.zeros(shape, dtype=torch.long)
-        for args in ((), (empty,), (None, model.init_state(shape[0]))):
-            with pytest.raises(ValueError, match=re.escape(f"idx has shape {shape}; expected (B, T) with at least")):
-                model(empty, *args)
-    with pytest.raises(ValueError, match=r"idx has shape \(0, 1\)"):
-        model.step(torch.zeros(0, dtype=torch.long), model.init_state(0))
+        empty, message = torch.zeros(shape, dtype=torch.long), re.escape(f"idx has shape {shape}; expected (B, T) with at least")
+        refused += [(message, (empty, *args)) for args in ((), (empty,), (None, model.init_state(shape[0])))]
+    for message, args in refused:
+        with pytest.raises(ValueError, match=message):
+            model(*args)
+    with pytest.raises(ValueError, match="state"):
+        model.step(idx[:, 0], before)
 
 
 # ---- numbers: dtypes, derivatives, backends, positions ----
@@ -1161,8 +1150,7 @@ def test_derivatives(spec, monkeypatch):
         with pytest.raises(NotImplementedError, match="forward AD" if spec in SOFTMAX else "backend='reference'"):
             torch.func.jvp(lambda values: run(values)[0], (parameters,), (tangents,))
     monkeypatch.setenv("NANOHILBERT_BACKEND", "reference")
-    for x, y in zip(everything()[0], plain, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-10, rtol=1e-9)
+    torch.testing.assert_close(everything()[0], plain, atol=1e-10, rtol=1e-9)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         _, tangent = torch.func.jvp(lambda values: run(values)[0], (parameters,), (tangents,))
     along = sum((g * t).sum() for g, t in zip(gradients, tangents.values()))
@@ -1189,21 +1177,16 @@ def test_only_relative_positions_count(spec, autocast):
         near = model(idx)[0]
         assert (model(idx, state=moved(model.init_state(2), 0))[0] == near).all()
         for position in (1000, 10**4, 10**6, 10**7, 2**24 - 10):
-            far = model(idx, state=moved(model.init_state(2), position))[0]
-            bound = 0.02 * near.norm() / near.numel() ** 0.5 if autocast else 1e-4
-            assert (far - near).norm() / near.numel() ** 0.5 <= bound, position
-            assert autocast or (far - near).abs().max() <= bound, position
+            off = model(idx, state=moved(model.init_state(2), position))[0] - near
+            if autocast:
+                assert off.norm() <= 0.02 * near.norm(), position
+            else:
+                assert off.abs().max() <= 1e-4, position
 
 
 @pytest.mark.parametrize("position", [0, 200, 10**4, 10**7])
-def test_angles_and_their_gradients(position):
-    """t omega up to whole turns, to the roundings of a float32 angle below 256 and of 2 pi in units of 2^-38, once a turn.
-    After a segment that gets no gradient, dL/domega in float32 is that in float64, however far the text has gone."""
-    omega = torch.tensor([[1e-4, 0.01, -0.37, 1.0], [-1.7, 30.1, 0.0, 6.2831855]])
-    off = htransformer.angles(position, 70, omega) - htransformer.angles(position, 70, omega.double())
-    off = torch.remainder(off + math.pi, 2 * math.pi) - math.pi
-    bound = 2**-23 * (256 * omega.abs() + 2 * math.pi) + 2**-41 * position * omega.abs()
-    assert (off.abs() <= bound.unsqueeze(-2)).all()
+def test_gradient_of_the_frequencies(position):
+    """After a segment that gets no gradient, dL/domega in float32 is that in float64, however far the text has gone."""
     model, idx, gradients = make("htransformer", L=1), text_batch(2, 40), []
     for dtype in (torch.float32, torch.float64):
         with torch.no_grad():
@@ -1217,13 +1200,11 @@ def test_a_model_file_stands_alone(name, monkeypatch, capsys):
     """Of this repository it imports kernels alone: a reader, or a fork, needs one file. As a program it says what it is."""
     imported = set(re.findall(r"^(?:from|import) (\w+)", (ROOT / f"{name}.py").read_text(), re.M))
     assert imported & {path.stem for path in ROOT.glob("*.py")} == {"kernels"}
-    for argv, expected in ((["--help"], 0), (["--wrong"], 2)):
-        monkeypatch.setattr(sys, "argv", [name, *argv])
-        with pytest.raises(SystemExit) as exit:
-            runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
-        assert exit.value.code == expected
-        out, err = capsys.readouterr()
-        assert expected or ("No flags" in out and importlib.import_module(name).__doc__[:20] in out and err == "")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert (exit.value.code, err) == (0, "") and "No flags" in out and importlib.import_module(name).__doc__[:20] in out
 
 
 def skip_without_bf16_attention(spec):
@@ -1267,10 +1248,9 @@ def test_what_bf16_costs(spec):
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 def test_a_slow_gate_survives_a_thousand_steps(precision):
     """sigmoid(6)^1024 = 0.079; were the gate rounded to bf16, as autocast alone would, 0.018 would be left."""
-    layer = make("hmamba", L=1).layers[0]
+    layer, x = make("hmamba", L=1).layers[0], randn(1, 1024, 128).float()
     torch.nn.init.zeros_(layer.param_proj.weight)
     layer.param_proj.bias[2 * 2 * 64 : 5 * 64] = 6
-    x = randn(1, 1024, 128).float()
     if precision == "bfloat16":
         layer, x = layer.bfloat16(), x.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
@@ -1305,8 +1285,7 @@ def test_checkpointing_and_compile_change_nothing(spec):
     model.layers[0].compile(backend="aot_eager", fullgraph=True)  # the scans are single nodes: no graph break
     for checkpointing, position, expected in ((True, 0, plain), (False, 0, plain), (False, 300, far)):
         model.checkpointing = checkpointing
-        for x, y in zip(expected, run(position)):
-            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(run(position), expected, atol=1e-6, rtol=1e-4)
     torch._dynamo.reset()
 
 
@@ -1319,68 +1298,66 @@ def on_meta(spec, size, **changes):
 
 
 def count(spec, size, **changes):
-    return on_meta(spec, size, **changes).num_params()
+    return on_meta(spec, size, **changes).num_params()["total"]
 
 
 def test_parameter_counts():
     """QS 5.7: 253M, pairs within 0.02 %. The counts are worked out by hand."""
-    totals = {name: count(name, "253m")["total"] for name in ("hmamba", "mamba", "htransformer", "transformer")}
-    assert list(totals.values()) == [253_033_856, 253_051_904, 253_107_584, 253_150_208]
+    totals = [count(name, "253m") for name in ("hmamba", "mamba", "htransformer", "transformer")]
+    assert totals == [253_033_856, 253_051_904, 253_107_584, 253_150_208]
     assert hmamba.matched_width(hmamba.MambaConfig(D=1024, L=24, H=16)) == 1258  # the paper's width
     for size, config in hmamba.Mamba.SIZES.items():  # within one unit of width at every size
-        assert abs(count("hmamba", size)["total"] - count("mamba", size)["total"]) <= 3 * config.D * config.L
-        cells = {count(v, size)["total"] for v in VARIANTS if v.startswith("htransformer") and "N=" not in v}
+        assert abs(count("hmamba", size) - count("mamba", size)) <= 3 * config.D * config.L
+        cells = {count(v, size) for v in VARIANTS if v.startswith("htransformer") and "N=" not in v}
         assert len(cells) == 1  # the factorial has equal parameters
-        assert abs(cells.pop() - count("transformer", size)["total"]) <= 2 * config.D * config.L
+        assert abs(cells.pop() - count("transformer", size)) <= 2 * config.D * config.L
     for spec in VARIANTS:
         model = on_meta(spec, "tiny", L=1)
         counts = model.num_params()
-        assert sum(counts.values()) == 2 * counts["total"]
+        assert sum(counts.values()) == 2 * counts["total"] == 2 * sum(p.numel() for p in model.parameters())
         assert model(torch.zeros(2, 70, dtype=torch.long, device="meta"))[0].shape == (2, 70, 256)
-    assert "omega" not in count("hmamba:field=real", "tiny")  # what a setting disables is not registered
+        assert "omega" in counts or "htransformer" not in spec and (spec[0] != "h" or "real" in spec)
     # 6N+1 reals a head, and a bias; without a gate N fewer, without delta and dt N+1 fewer and a gate for each real
     for spec, reals in (("hmamba", 97), ("hmamba:gate=none", 81), ("hmamba:field=real", 96)):
-        assert count(spec, "tiny")["param_proj"] == 4 * 4 * reals * 257
+        assert on_meta(spec, "tiny").num_params()["param_proj"] == 4 * 4 * reals * 257
 
 
 def test_pam_sizes_are_those_of_table_1():
     """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size. The
     Transformer (IV.3, matched dense) has PAM's layers, its parameters within 0.1 %, and its protocol."""
     for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
-        model, twin, dense = (on_meta(name, size, V=50257) for name in ("pam", "sam", "transformer"))
-        total = model.num_params()["total"]
-        assert total == sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * millions, rel=0.01), size
-        assert twin.num_params()["total"] == pytest.approx(total, rel=0.005), size
-        assert dense.num_params()["total"] == pytest.approx(total, rel=1e-3), size
-        assert len(dense.layers) == len(model.layers) and 3 < dense.config.mlp / dense.config.D < 5
+        models = [on_meta(name, size, V=50257) for name in ("pam", "sam", "transformer")]
+        total, twin, dense = (model.num_params()["total"] for model in models)
+        assert total == pytest.approx(1e6 * millions, rel=0.01), size
+        assert twin == pytest.approx(total, rel=0.005) and dense == pytest.approx(total, rel=1e-3), size
+        assert len(models[2].layers) == len(models[0].layers) and 3 < models[2].config.mlp / models[2].config.D < 5
         assert train.resolve({}, "transformer", size, "1", torch.device("cpu")).lr == 3e-5
-        states = [[sum(x.numel() for x in tensors(layer)) for layer in m.init_state(1)] for m in (model, twin)]
+        states = [[sum(x.numel() for x in tensors(layer)) for layer in m.init_state(1)] for m in models[:2]]
         assert states[0] == states[1]
         assert size != "100m" or set(states[0]) == {49_152}  # PAM IV.3: floats a layer, whatever T
     # 10M by hand: the paper's SAM has D = 140 with 8 heads, 1.1 % above PAM; the nearest is one less.
     c = pam.PAM.SIZES["10m"]
     hand = 2 * 50257 * c.D + c.D + c.L * (18 * c.D**2 + 8 * c.D * c.H * c.d + 3 * c.D * c.H + 2 * c.H + 5 * c.D + 2)
-    assert count("pam", "10m", V=50257)["total"] == hand
+    assert count("pam", "10m", V=50257) == hand
     assert pam.matched_width(dataclasses.replace(pam.SAM.SIZES["10m"], V=50257)) == 139
-    assert count("pam:order=sequential", "tiny")["total"] == count("pam", "tiny")["total"] == 982_940
+    assert count("pam:order=sequential", "tiny") == count("pam", "tiny") == 982_940
     width = pam.matched_width(pam.SAM.SIZES["tiny"])
-    gaps = [abs(count(f"sam:width={width + step}", "tiny")["total"] - 982_940) for step in (-1, 0, 1)]
+    gaps = [abs(count(f"sam:width={width + step}", "tiny") - 982_940) for step in (-1, 0, 1)]
     assert gaps[1] == min(gaps)
 
 
 def test_flops():
-    """6 flops a matrix parameter, tied head included, forward and backward; the recurrence is a small rest."""
-    # By hand, per token, layer and head at T = 1024: 512 keys, products of width 64 for scores and values.
-    hand = {"transformer": 24 * 16 * 512 * 2 * (64 + 64), "htransformer": 24 * 16 * 512 * 2 * (32 + 32 + 32)}
-    for spec in ("hmamba", "mamba", "htransformer", "htransformer:score=softmax", "transformer"):
+    """6 flops a matrix parameter, tied head included, forward and backward, and the recurrence, by hand: a token, layer and
+    head. A complex map of n x m costs 4nm multiplications on 2nm numbers; the tied head is a real map of 2D."""
+    # Of attention at T = 1024: 512 keys, products of width 64 (32) for scores and values.
+    for spec, layers_heads, recurrence in (
+        ("hmamba", 24 * 16, 16 * (8 + 6)), ("mamba", 24, 2048 * 16 * 7), ("transformer", 24 * 16, 512 * 2 * (64 + 64)),
+        ("htransformer", 24 * 16, 512 * 2 * (32 + 32 + 32)), ("htransformer:score=softmax", 24 * 16, 512 * 2 * (32 + 32)),
+    ):  # fmt: skip
         model = on_meta(spec, "253m")
-        named = [(name[-5:], p) for name, p in model.named_parameters() if p.dim() == 2]
-        matrices = sum(p.numel() for ending, p in named if ending not in ("A_log", "omega"))
-        assert 6 * matrices <= model.flops_per_token(1024) < (1.05 if "mamba" in spec else 1.2) * 6 * matrices
-        assert spec not in hand or model.mixing_flops(1024) == hand[spec]
-    # A state of H-Mamba: a complex multiply-add and conj(C) psi.
-    assert make("hmamba", L=3, H=2, N=5).mixing_flops() == 3 * 2 * 5 * (8 + 6)
-    # A complex map of n x m costs 4nm multiplications on 2nm numbers; the tied head is a real map of 2D.
+        named = [(name.split(".")[-1], p) for name, p in model.named_parameters() if p.dim() > 1]
+        matrices = sum(p.numel() for name, p in named if name not in ("A_log", "omega", "e", "psi0"))
+        assert model.flops_per_token(1024) == 6 * matrices + 3 * layers_heads * recurrence, spec
     model, twin = (on_meta(name, "100m", V=50257) for name in ("pam", "sam"))
     D, V, w = 384, 50257, twin.config.width
     maps = 16 * (4 * 9 * D**2 + 4 * 4 * D * D + 3 * D * 6)
@@ -1399,73 +1376,64 @@ def test_untrained_loss_is_uniform(spec):
         assert loss.item() < math.log(256) + 0.5
 
 
-def assert_xavier(weight, scale=1.0):
-    bound = (6 / sum(weight.shape)) ** 0.5 * scale
-    assert 0.98 * bound < weight.abs().max() <= 1.001 * bound
-
-
 def test_initialisation_is_as_the_docstrings_say():
-    model = make("hmamba", "small")
-    layer, attention = model.layers[3], make("htransformer", "small", L=1).layers[0]
-    for host, L, low, high in ((layer, 10, -1, 1), (attention, 1, -2, 0)):
-        assert host.param_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
-        for proj, scale in ((host.in_proj, 1), (host.back_proj, 1), (host.out_proj, L**-0.5)):
-            assert_xavier(proj.weight, scale)
-        torch.testing.assert_close(host.omega.abs().log10(), torch.linspace(low, high, 16).expand(8, 16))
-        assert (host.omega.sign()[:, 1:] == -host.omega.sign()[:, :-1]).all()
-        assert (host.param_proj.bias[:-8] == 0).all()  # all but H-Mamba's dt
-    assert attention.e.std().item() == pytest.approx(0.5**0.5, rel=0.1)
-    psi0 = model.init_state(3)[3][1]
-    torch.testing.assert_close(psi0.norm(dim=-1), torch.ones(3, 128))
-    assert psi0.mean(1).abs().max() < 0.3  # all directions, not the real axis
+    def block(spec, **changes):
+        model_class, config = sample.parse_spec(spec, "small", 256)
+        torch.manual_seed(0)
+        return model_class.Block(dataclasses.replace(config, **changes))
 
-    mixer, xavier = (make(spec, "small", L=10).layers[3].mixer for spec in ("mamba", "mamba:init=xavier"))
-    for bias in (torch.cat([x.param_proj.bias[-8:] for x in model.layers]), mixer.dt_proj.bias):
-        dt = F.softplus(bias)  # H-Mamba has eighty of them, Mamba a thousand
-        assert 0.999e-3 <= dt.min() < (5e-3 if len(dt) == 80 else 1.2e-3) and 0.09 < dt.max() <= 0.1 * 1.001
+    state, attention, twin = block("hmamba", H=64), block("htransformer"), block("transformer", mlp=500)
+    mixer, xavier = (block(spec, mlp=0).mixer for spec in ("mamba", "mamba:init=xavier"))
+    for weight, scale in (
+        *((proj.weight, 1) for host in (state, attention) for proj in (host.in_proj, host.back_proj)),
+        *((x.out_proj.weight, 10**-0.5) for x in (state, attention, mixer)), (xavier.out_proj.weight, 1),
+        (twin.qkv_proj.weight[:512], 1), (twin.out_proj.weight, 20**-0.5), (twin.mlp_out.weight, 20**-0.5),
+    ):  # fmt: skip
+        bound = (6 / sum(weight.shape)) ** 0.5 * scale
+        assert 0.98 * bound < weight.abs().max() <= 1.001 * bound
+    for host, low, high in ((state, -1, 1), (attention, -2, 0)):
+        assert host.param_proj.weight.std().item() == pytest.approx(0.02, rel=0.02)
+        torch.testing.assert_close(host.omega.abs().log10(), torch.linspace(low, high, 16).expand(len(host.omega), 16))
+        assert (host.omega.sign()[:, 1:] == -host.omega.sign()[:, :-1]).all()
+        assert (host.param_proj.bias[:-64] == 0).all()  # all but H-Mamba's dt
+    assert attention.e.std().item() == pytest.approx(0.5**0.5, rel=0.1)
+    psi0 = state.init_state(3)[1]
+    torch.testing.assert_close(psi0.norm(dim=-1), torch.ones(3, 1024))
+    assert psi0.mean(1).abs().max() < 0.1  # all directions, not the real axis
+    for bias in (state.param_proj.bias[-64:], mixer.dt_proj.bias):  # H-Mamba has 64 of them, Mamba a thousand
+        dt = F.softplus(bias)
+        assert 0.999e-3 <= dt.min() < (2e-3 if len(dt) == 64 else 1.2e-3) and 0.09 < dt.max() <= 0.1 * 1.001
     torch.testing.assert_close(-mixer.A_log.exp(), -torch.arange(1.0, 17).expand(1024, 16))
     assert (mixer.D == 1).all() and (xavier.dt_proj.bias == 0).all()
-    assert_xavier(mixer.out_proj.weight, 10**-0.5)
-    assert_xavier(xavier.out_proj.weight)
-    layer = make("transformer", "small", L=2).layers[1]
-    for weight, scale in ((layer.qkv_proj.weight[:512], 1), (layer.out_proj.weight, 0.5), (layer.mlp_out.weight, 0.5)):
-        assert_xavier(weight, scale)
 
     for spec in sample.MODELS:
-        assert make(spec).embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
-    layer = make("pam").layers[0]
+        assert make(spec, L=1).embedding.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    layer = make("pam", L=1).layers[0]
     constants = (layer.alpha_cgu, 1.0), (layer.alpha_pam, 0.1), (layer.cgu.act.bias, 0), (layer.pam.dt_proj.bias, -4)
     for p, value in (*constants, (layer.pam.protect_proj.bias, -3)):
         torch.testing.assert_close(p, torch.full_like(p, value))
-    maps = [m for m in layer.modules() if isinstance(m, pam.ComplexLinear)]
-    for weight in (w for m in maps for w in (m.weight_r, m.weight_i)):
+    for weight in (w for m in layer.modules() if isinstance(m, pam.ComplexLinear) for w in (m.weight_r, m.weight_i)):
         gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
         torch.testing.assert_close(gram, 0.5 * torch.eye(len(gram)), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("spec", "exempt", "decayed"),
-    [
-        ("hmamba", "conv1d.bias norm.weight omega param_proj.bias psi0", "param_proj.weight conv1d.weight"),
-        ("mamba", "norm.weight mixer.A_log mixer.D mixer.dt_proj.bias", "mixer.dt_proj.weight mlp_in.weight"),
-        ("mamba:init=xavier", "mixer.D", "mixer.A_log"),
-        ("htransformer", "omega e out_proj.bias", "param_proj.weight"),
-        ("transformer", "norm.weight mlp_norm.weight", "qkv_proj.weight"),
-        ("pam", "cgu.act.bias alpha_pam pam.dt_proj.bias", "cgu.up_proj.weight_r"),
-    ],
-)
-def test_decay_groups(spec, exempt, decayed):
+    ("spec", "exempt"),
+    [("hmamba", "omega psi0"), ("mamba", "A_log D"), ("mamba:init=xavier", ""), ("htransformer", "omega e"), ("transformer", ""),
+     ("pam", ""), ("sam", "")],
+)  # fmt: skip
+def test_decay_groups(spec, exempt):
     """Rank >= 2 decays (QS section 7), the dynamics do not; every parameter is in one group."""
-    model = make(spec)
+    model, expected = make(spec, L=1), {"decay": [], "no_decay": []}
+    for name, p in model.named_parameters():
+        decays = p.dim() > 1 and name.split(".")[-1] not in exempt.split()
+        expected["decay" if decays else "no_decay"].append(name.replace(".0.", ".*."))
     _, groups = train.make_optimizer(model, 1e-3, torch.device("cpu"))
-    assert {f"layers.*.{name}" for name in exempt.split()} | {"norm_f.weight"} <= set(groups["no_decay"])
-    assert {f"layers.*.{name}" for name in decayed.split()} | {"embedding.weight"} <= set(groups["decay"])
-    assert not set(groups["decay"]) & set(groups["no_decay"])
+    assert {key: sorted(names) for key, names in groups.items()} == {key: sorted(names) for key, names in expected.items()}
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_specs_refused():
+    for spec, message in (
         ("gru", "unknown model 'gru'; known: hmamba, mamba, htransformer, transformer"),
         ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="),
         ("hmamba:N", "no setting 'N'"),
@@ -1474,17 +1442,16 @@ def test_decay_groups(spec, exempt, decayed):
         ("hmamba:field=quaternion", "field=quaternion is unknown; known: complex, real"),
         ("hmamba:field=real:scan=clamped", "field=complex only"),
         ("mamba:D=33:head=born", "must be even"),
+        ("mamba:mlp=-7", "mlp=-7 must be at least -1"),
         ("htransformer:H=0", "H=0 must be at least 1"),
         ("transformer:head=48", "head=48 must be even and divide D=128"),
         ("pam:order=random", "order=random is unknown; known: interleaved, sequential"),
         ("pam:heads=4", "no setting 'heads=4'; known: D=, L=, H=, d=, order=, qk="),
         ("sam:d=5", "d=5 must be even"),
         ("sam:width=0", "width=0 must be at least 1"),
-    ],
-)
-def test_specs_refused(spec, message):
-    with pytest.raises(data.InputError, match=re.escape(message)):
-        sample.parse_spec(spec, "tiny", 256)
+    ):
+        with pytest.raises(data.InputError, match=re.escape(message)):
+            sample.parse_spec(spec, "tiny", 256)
     with pytest.raises(data.InputError, match="no size 'huge'; known: tiny"):
         sample.parse_spec("hmamba", "huge", 256)
 
@@ -1507,6 +1474,19 @@ def normed(z, weight, eps=1e-5):
 
 def softmax_weights(scores):
     return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1)
+
+
+def turns(T, omega):
+    """e^{i t omega} (..., T, N) of omega (..., N)."""
+    return torch.exp(1j * torch.arange(T).view(T, 1) * omega.double().unsqueeze(-2))
+
+
+def rotary(n):
+    return 10000.0 ** (-torch.arange(n).double() / n)
+
+
+def causal_conv(x, weight, bias):
+    return F.conv1d(F.pad(x.mT, (weight.shape[-1] - 1, 0)), weight, bias, groups=len(weight)).mT
 
 
 def h_mamba_readout(layer, p):
@@ -1534,8 +1514,7 @@ def h_transformer_readout(layer, p):
     """Rotation, score and readout (QS 5.5, 5.7, 9.2), of what param_proj gives: p (B, T, ...)."""
     c, (B, T, _) = layer.c, p.shape
     q, k, v = as_complex(p[..., : -c.H].view(B, T, 3, c.H, c.N, 2)).permute(2, 0, 3, 1, 4)  # (B, H, T, N)
-    turn = torch.exp(1j * torch.arange(T).view(T, 1) * layer.omega.unsqueeze(1))  # (H, T, N)
-    product = (q * turn).conj() @ (k * turn).mT
+    product = (q * turns(T, layer.omega)).conj() @ (k * turns(T, layer.omega)).mT
     if c.score == "softmax":
         w = softmax_weights(product.real / (2 * c.N) ** 0.5)
     else:
@@ -1562,9 +1541,9 @@ def test_h_block_is_what_the_paper_writes(spec):
     if spec.startswith("hmamba") and layer.c.field == "complex":
         layer.omega.mul_(100)  # large phases too; dt meets its clamp
     u, z = (normed(x, w["norm.weight"]) @ w["in_proj.weight"].T).chunk(2, -1)
-    u = F.conv1d(F.pad(u.mT, (layer.c.conv - 1, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=256).mT
+    u = F.silu(causal_conv(u, w["conv1d.weight"], w["conv1d.bias"]))
     readout = h_mamba_readout if spec.startswith("hmamba") else h_transformer_readout
-    y, last = readout(layer, F.linear(F.silu(u), w["param_proj.weight"], w["param_proj.bias"]))
+    y, last = readout(layer, F.linear(u, w["param_proj.weight"], w["param_proj.bias"]))
     y = F.linear(y, w["back_proj.weight"], w.get("back_proj.bias")) * F.silu(z)
     expected = x + F.linear(y, w["out_proj.weight"], w.get("out_proj.bias"))
     found, (_, state, *_) = layer(x, layer.init_state(2))
@@ -1573,20 +1552,40 @@ def test_h_block_is_what_the_paper_writes(spec):
         torch.testing.assert_close(state.flatten(1), last.flatten(1))
 
 
+VARIANTS_OF_THE_HOST = f"{ROOT}/results/host/variants.py:"
+
+
 @torch.no_grad()
-def test_transformer_block_is_the_textbook_one():
-    """Pre-norm, rotary positions of base 10000 on pairs (i, i + 16), softmax, SiLU, by hand."""
-    layer, T, x = make("transformer", L=1).double().layers[0], 12, randn(1, 12, 128)
+@pytest.mark.parametrize("parts", ["", "conv+qkvconv+gate+swiglu+frequencies"])
+def test_transformer_block_is_the_textbook_one(parts):
+    """Pre-norm, rotary positions of base 10000 on pairs (i, i + 16), softmax, SiLU, by hand; and the parts of the host that a
+    fork adds."""
+    spec = sample.import_models(f"{VARIANTS_OF_THE_HOST}TransformerPlus:parts={parts}") if parts else "transformer"
+    layer, T, x = make(spec, L=1).double().layers[0], 12, randn(1, 12, 128)
     w = dict(layer.named_parameters())
     for name in ("norm.weight", "mlp_norm.weight"):
         w[name].add_(0.3 * randn(128, seed=3))
-    q, k, v = (normed(x, w["norm.weight"]) @ w["qkv_proj.weight"].T).view(1, T, 3, 4, 32).permute(2, 0, 3, 1, 4)
-    turn = torch.exp(1j * torch.arange(T).view(T, 1) * 10000.0 ** (-torch.arange(16).double() / 16))
+
+    def added(part, f, y):
+        return f(y) if part in parts.split("+") else y
+
+    def conv(name):
+        return lambda y: causal_conv(y, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    z = normed(x, w["norm.weight"])
+    u = added("conv", lambda y: F.silu(conv("conv1d")(y)), z) @ w["qkv_proj.weight"].T
+    q, k, v = added("qkvconv", conv("conv1d_qkv"), u).view(1, T, 3, 4, 32).permute(2, 0, 3, 1, 4)
+    if parts:
+        torch.testing.assert_close(w["omega"].abs().log10(), torch.linspace(-2, 0, 16).double().expand(4, 16), atol=1e-6, rtol=0)
+    turn = turns(T, w["omega"] if parts else rotary(16))
     q, k = (torch.complex(y[..., :16], y[..., 16:]) * turn for y in (q, k))  # (1, 4, T, 16)
-    weights = softmax_weights((q.conj() @ k.mT).real / 32**0.5)
-    expected = x + (weights @ v).transpose(1, 2).flatten(2) @ w["out_proj.weight"].T
-    hidden = F.silu(normed(expected, w["mlp_norm.weight"]) @ w["mlp_in.weight"].T)
-    torch.testing.assert_close(layer(x, layer.init_state(1))[0], expected + hidden @ w["mlp_out.weight"].T)
+    y = (softmax_weights((q.conj() @ k.mT).real / 32**0.5) @ v).transpose(1, 2).flatten(2)
+    x = x + added("gate", lambda y: y * F.silu(z @ w["gate_proj.weight"].T), y) @ w["out_proj.weight"].T
+    z = normed(x, w["mlp_norm.weight"])
+    hidden = z @ w["mlp_in.weight"].T
+    hidden = hidden * F.silu(z @ w["mlp_gate.weight"].T) if parts else F.silu(hidden)
+    found, _ = layer(randn(1, 12, 128), layer.init_state(1))
+    torch.testing.assert_close(found, x + hidden @ w["mlp_out.weight"].T)
 
 
 @torch.no_grad()
@@ -1606,7 +1605,7 @@ def test_pam_is_what_the_paper_writes(spec):
     def through(proj, z):
         return z @ (proj.weight if real else torch.complex(proj.weight_r, proj.weight_i)).T
 
-    z = lift(model.embedding(idx))
+    z, turn = lift(model.embedding(idx)), turns(T, rotary(c.d // 2 if real else c.d))  # SAM turns pairs of channels
     for layer in model.layers:
         if layer.mixes:  # eqs. 1-2
             x, cgu = normed(z, layer.cgu_norm.weight, 1e-6), layer.cgu
@@ -1625,9 +1624,7 @@ def test_pam_is_what_the_paper_writes(spec):
             if spec == "pam:qk=unit":
                 q, k = q / q.abs(), k / k.abs()
             if spec != "pam:order=sequential":
-                n = c.d // 2 if real else c.d  # SAM turns pairs of channels
-                turn = torch.exp(1j * torch.arange(T).view(T, 1) * 10000.0 ** (-torch.arange(n).double() / n))
-                q, k = (as_complex(y.unflatten(-1, (n, 2))) * turn if real else y * turn for y in (q, k))
+                q, k = (as_complex(y.unflatten(-1, (-1, 2))) * turn if real else y * turn for y in (q, k))
                 q, k = (torch.view_as_real(y).flatten(-2) if real else y for y in (q, k))
             v, S, ys = v * (1 - p).transpose(1, 2).unsqueeze(-1), 0, []
             for t in range(T):
@@ -1657,7 +1654,7 @@ def test_parts_of_the_host(spec):
     """Forks beside their results: the parent's parameters, pieces equal to the whole, no parameter unused, and the parent
     itself where no part is varied."""
     parent = make(spec.split("Minus")[0].split("Plus")[0].lower()).double()
-    model, idx = make(sample.import_models(f"{ROOT}/results/host/variants.py:{spec}")).double(), text_batch(2, 12)
+    model, idx = make(sample.import_models(VARIANTS_OF_THE_HOST + spec)).double(), text_batch(2, 12)
     assert model.num_params()["total"] == pytest.approx(parent.num_params()["total"], rel=5e-3)
     whole, state, pieces = model(idx)[0], None, []
     for x in idx.split(5, 1):
@@ -1671,32 +1668,10 @@ def test_parts_of_the_host(spec):
     if same == [(x.shape, name) for name, x in parent.state_dict().items()]:
         parent.load_state_dict(model.state_dict())
         assert torch.allclose(whole, parent(idx)[0]) == (":" not in spec)
-    block, x = model.layers[0], torch.randn(2, 6, 128, dtype=torch.float64)
     if "gate=add" in spec:  # where z is 0, y + silu(z) is y, and y silu(z) is 0
+        block, x = model.layers[0], randn(2, 6, 128)
         block.in_proj.weight[256:] = 0
         assert (block(x, block.init_state(2))[0] - x).abs().amax() > 1e-3
-
-
-@torch.no_grad()
-def test_all_parts_added_to_the_transformer_are_what_they_say():
-    spec = f"{ROOT}/results/host/variants.py:TransformerPlus:parts=conv+qkvconv+gate+swiglu+frequencies"
-    layer, T = make(sample.import_models(spec)).double().layers[0], 12
-    w, x, t = dict(layer.named_parameters()), torch.randn(1, T, 128, dtype=torch.float64), torch.arange(12.0).double()
-
-    def conv(z, name):
-        padded = F.pad(z, (0, 0, 3, 0))
-        return sum(padded[:, i : i + T] * w[f"{name}.weight"][:, 0, i] for i in range(4)) + w[f"{name}.bias"]
-
-    z = normed(x, w["norm.weight"])
-    q, k, v = conv(F.silu(conv(z, "conv1d")) @ w["qkv_proj.weight"].T, "conv1d_qkv").view(1, T, 3, 4, 32).permute(2, 0, 3, 1, 4)
-    torch.testing.assert_close(w["omega"][:, ::5].abs(), torch.tensor([[0.01, 0.01 ** (2 / 3), 0.01 ** (1 / 3), 1]] * 4).double())
-    turn = torch.exp(1j * t[:, None] * w["omega"][:, None])  # (4, T, 16)
-    q, k = (torch.complex(y[..., :16], y[..., 16:]) * turn for y in (q, k))
-    y = (softmax_weights((q.conj() @ k.mT).real / 32**0.5) @ v).transpose(1, 2).flatten(2)
-    expected = x + (y * F.silu(z @ w["gate_proj.weight"].T)) @ w["out_proj.weight"].T
-    z = normed(expected, w["mlp_norm.weight"])
-    hidden = F.silu(z @ w["mlp_gate.weight"].T) * (z @ w["mlp_in.weight"].T)
-    torch.testing.assert_close(layer(x, layer.init_state(1))[0], expected + hidden @ w["mlp_out.weight"].T)
 
 
 def test_mamba_is_the_published_one():
@@ -1743,18 +1718,18 @@ def test_relative_phase_is_transported_exactly():
 
 
 @torch.no_grad()
-def test_heads_are_distributions():
+@pytest.mark.parametrize("spec", ["hmamba:head=mos", "hmamba:head=born", "mamba:head=mos", "mamba:head=born"])
+def test_heads_are_distributions(spec):
     """mos and born give log-probabilities; the Born rule against complex arithmetic."""
-    for spec in ("hmamba:head=mos", "hmamba:head=born", "mamba:head=mos", "mamba:head=born"):
-        model, x = make(spec, L=1).double(), randn(1, 3, 128)
-        E = model.embedding.weight
-        if "born" in spec:
-            psi, e = (as_complex(y.unflatten(-1, (-1, 2))) for y in (x, E))
-            p = torch.einsum("vk,btk->btv", e.conj(), psi).abs().square()
-        else:
-            latent = torch.tanh(x @ model.readout.latent.weight.T).view(1, 3, 4, 128)
-            p = ((x @ model.readout.prior.weight.T).softmax(-1).unsqueeze(-1) * (latent @ E.T).softmax(-1)).sum(-2)
-        torch.testing.assert_close(model.readout(x, E).exp(), p / p.sum(-1, keepdim=True), atol=1e-9, rtol=1e-9)
+    model, x = make(spec, L=1).double(), randn(1, 3, 128)
+    E = model.embedding.weight
+    if "born" in spec:
+        psi, e = (as_complex(y.unflatten(-1, (-1, 2))) for y in (x, E))
+        p = (psi @ e.mH).abs().square()
+    else:
+        latent = torch.tanh(x @ model.readout.latent.weight.T).view(1, 3, 4, 128)
+        p = ((x @ model.readout.prior.weight.T).softmax(-1).unsqueeze(-1) * (latent @ E.T).softmax(-1)).sum(-2)
+    torch.testing.assert_close(model.readout(x, E).exp(), p / p.sum(-1, keepdim=True), atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("module", [pam.ComplexNorm(7), pam.CGU(7)])
@@ -1784,7 +1759,7 @@ def test_protected_state_is_frozen(spec):
     layer.dt_proj.bias.fill_(500.0)  # an open, fully forgetting gate
     assert (layer.gates(x)[0].isfinite() & (layer.gates(x)[0].exp() < 2e-7)).all()
     layer.dt_proj.bias.fill_(-20.0)  # 1 - gamma = 1e-9 and below: neither 0 nor rounding. Nor is 1 - p, where p is 1.
-    for logit in (3, 8, 12, 20, 60):
+    for logit in (3, 20, 60):
         layer.protect_proj.bias.fill_(logit)
         expected = 1 / (1 + math.exp(logit))
         for gate, value in zip(layer.gates(x), (-math.log1p(math.exp(-20)) * expected, expected)):
@@ -1793,8 +1768,7 @@ def test_protected_state_is_frozen(spec):
 
 def test_decoherence_gap_of_equation_8():
     """PAM eq. 8: the diagonal's entropy is log 3, the von Neumann entropy 0; mixed with 1/3 the gap falls to 0."""
-    printed = torch.tensor([[0, -1, -2], [1, 0, -1], [2, 1, 0]]).double()
-    gaps = []
+    printed, gaps = torch.tensor([[0, -1, -2], [1, 0, -1], [2, 1, 0]]).double(), []
     for p in torch.linspace(0, 1, 6).double():
         rho = (1 - p) * torch.exp(1j * math.pi / 3 * printed) / 3 + p * torch.eye(3) / 3
         eigenvalues = torch.linalg.eigvalsh(rho).clamp(min=0)
