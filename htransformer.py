@@ -66,10 +66,7 @@ class HTransformerConfig:
     score: str = "born"  # born | softmax
 
     def __post_init__(self):
-        for key, known in (("field", ("complex", "real")), ("score", ("born", "softmax"))):
-            if getattr(self, key) not in known:
-                raise ValueError(f"{key}={getattr(self, key)} is unknown; known: {', '.join(known)}")
-        _check_positive(self)
+        _check(self, field=("complex", "real"), score=("born", "softmax"))
 
 
 @dataclass
@@ -83,12 +80,15 @@ class TransformerConfig:
     N: int = 16  # the width of its heads, likewise
 
     def __post_init__(self):
-        _check_positive(self)
+        _check(self)
         if self.D % self.head or self.head % 2:
             raise ValueError(f"head={self.head} must be even and divide D={self.D}")
 
 
-def _check_positive(config):
+def _check(config, **choices):
+    for key, known in choices.items():
+        if getattr(config, key) not in known:
+            raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
     for key, value in vars(config).items():
         if isinstance(value, int) and value < 1 and (key, value) != ("mlp", -1):
             raise ValueError(f"{key}={value} must be at least 1")

@@ -41,10 +41,7 @@ class MinusConfig(htransformer.HTransformerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        known = {"gate": ("multiply", "none", "add"), "readout": ("bilinear", "plain")}
-        for key, values in known.items():
-            if getattr(self, key) not in values:
-                raise ValueError(f"{key}={getattr(self, key)} is unknown; known: {', '.join(values)}")
+        htransformer._check(self, gate=("multiply", "none", "add"), readout=("bilinear", "plain"))
         if (self.gate, self.readout) != ("multiply", "bilinear") and (self.field, self.score) != ("complex", "born"):
             raise ValueError("gate and readout are varied for field=complex:score=born only")
 
@@ -169,9 +166,8 @@ class PlusBlock(TransformerBlock):
             y = y * F.silu(self.gate_proj(normed))
         x = x + self.out_proj(y)
         normed = self.mlp_norm(x)
-        hidden = F.silu(self.mlp_in(normed))
-        if "swiglu" in self.parts:
-            hidden = F.silu(self.mlp_gate(normed)) * self.mlp_in(normed)
+        hidden = self.mlp_in(normed)
+        hidden = F.silu(self.mlp_gate(normed)) * hidden if "swiglu" in self.parts else F.silu(hidden)
         return x + self.mlp_out(hidden), (position + T, past, tail, tail_qkv)
 
 
@@ -199,9 +195,7 @@ class HMambaMinusConfig(hmamba.HMambaConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for key in ("omega", "psi0"):
-            if getattr(self, key) not in ("learned", "zero"):
-                raise ValueError(f"{key}={getattr(self, key)} is unknown; known: learned, zero")
+        hmamba._check_choices(self, omega=("learned", "zero"), psi0=("learned", "zero"))
 
 
 class HMambaMinusBlock(hmamba.HMambaBlock):
@@ -211,18 +205,15 @@ class HMambaMinusBlock(hmamba.HMambaBlock):
         super().__init__(c)
         if c.conv == 1:
             start_as_identity(self.conv1d)
-        if c.omega == "zero":
-            zero = torch.zeros_like(self.omega)
-            del self.omega
-            self.register_buffer("omega", zero, persistent=False)
-        if c.psi0 == "zero":
-            del self.psi0
+        for name in ("omega", "psi0"):
+            if getattr(c, name) == "zero":
+                zero = torch.zeros_like(getattr(self, name))
+                delattr(self, name)
+                self.register_buffer(name, zero, persistent=False)
 
     def init_state(self, batch_size):
-        if self.c.psi0 == "learned":
-            return super().init_state(batch_size)
-        zeros = wide(self.conv1d.weight).new_zeros
-        return zeros(batch_size, self.c.conv - 1, 2 * self.c.D), zeros(batch_size, self.c.H * self.c.N, 2)
+        tail, psi = super().init_state(batch_size)
+        return tail, torch.zeros_like(psi) if self.c.psi0 == "zero" else psi
 
 
 class HMambaMinus(hmamba.HMamba):
