@@ -1089,7 +1089,7 @@ def test_what_does_not_fit_is_refused(spec):
     states = [before, [*state, last], *([*before, part] for part in [*wrong_last, (last[-1], *last[1:-1], last[0])]),
               *(tree_map_only(torch.Tensor, f, state) for f in (torch.Tensor.long, lambda x: x.to("meta"))), model(idx[:1])[2],
               make("pam:H=2" if spec.startswith(("pam", "sam")) else "pam", L=2)(idx)[2]]  # fmt: skip
-    refused = [("state", (idx, targets, wrong)) for wrong in states for targets in (None, idx)]
+    refused = [("state|values to unpack", (idx, targets, wrong)) for wrong in states for targets in (None, idx)]
     refused += [(r"targets: torch.* expected int64 of shape \(2, 5\)", (idx, wrong))
                 for wrong in (idx.t(), idx.flatten(), idx[:, :4], idx.float())]  # fmt: skip
     refused += [("idx: torch.* expected int64", (wrong,)) for wrong in (idx.float(), idx.byte(), idx > 9)]
