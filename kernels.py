@@ -277,6 +277,8 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
     backend, dtype = _pick(backend, q, k, v)
     S, all_k, all_v = None, k.to(dtype), v.to(dtype)  # the state keeps what autocast would round
     if state is not None:
+        if len(state) != 3 or state[1] is None or state[2] is None:
+            raise ValueError("the state is not (S or None, k, v), as an earlier call returns it")
         S, old_k, old_v = state
         _check("born_state", all_k, S, old_k, old_v, B=B, H=H, N=N, **{"N^2": N * N, "2N+1": 2 * N + 1})
         if backend != "reference":
@@ -399,13 +401,14 @@ def _pick(backend, *tensors, more=()):
     if backend is None:
         backend = "triton" if triton is not None and x.is_cuda and dtype != torch.float64 else "torch"
     if backend == "triton" and not x.numel():
-        backend = "torch"  # without elements there is nothing to launch
-    runs_here = triton is not None and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
-    if backend == "triton" and (dtype == torch.float64 or not runs_here):
-        raise ValueError(
-            "backend='triton' needs Triton and CUDA tensors (or TRITON_INTERPRET=1), none of float64; here: "
-            f"Triton {'missing' if triton is None else 'installed'}, tensors on {x.device}, to compute in {dtype}"
-        )
+        return "torch", dtype  # without elements there is nothing to launch
+    if backend == "triton":
+        runs_here = triton is not None and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+        if dtype == torch.float64 or not runs_here:
+            raise ValueError(
+                "backend='triton' needs Triton and CUDA tensors (or TRITON_INTERPRET=1), none of float64; here: "
+                f"Triton {'missing' if triton is None else 'installed'}, tensors on {x.device}, to compute in {dtype}"
+            )
     return backend, dtype
 
 
@@ -421,35 +424,40 @@ SHAPES = {  # "C|1" stands for C or 1
 }
 
 
+_AXES = {  # read once: (name, ["B", "T", "C|1"]) of each tensor
+    function: [(name, shape.split()) for name, shape in shapes.items()] for function, shapes in SHAPES.items()
+}
+
+
 def _check(function, *tensors, **sizes):
     """The sizes of the letters of the function's SHAPES, in their order. ValueError unless each tensor that is given
-    has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the others; in
-    Born attention also their dtype. Sizes that are known already come by name."""
-    sizes["2"], given = 2, {}
-    for (name, shape), x in zip(SHAPES[function].items(), tensors, strict=True):
+    has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the first; in
+    Born attention also its dtype. Sizes that are known already come by name."""
+    sizes["2"], first = 2, None
+    for (name, axes), x in zip(_AXES[function], tensors, strict=True):
         if x is None:
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ValueError(f"{name} is {kind}; expected a tensor of floats (complex: torch.view_as_real({name}))")
-        axes = shape.replace("C|1", "1" if x.shape[-1:] == (1,) else "C").split()
         fits = x.dim() == len(axes)
         for axis, n in zip(axes, x.shape):
-            fits &= n == sizes.setdefault(axis, n) and (n > 0 or axis not in "TNd")
+            if axis == "C|1":
+                axis = "C" if n != 1 else "1"
+            if n != sizes.setdefault(axis, n) or (n == 0 and axis in "TNd"):
+                fits = False
         if not fits:
-            known = ", ".join(f"{axis} = {n}" for axis, n in sizes.items() if axis in axes and axis not in "12" and n)
-            expected = f"({shape.replace(' ', ', ')}) with {known}, and T, N, d > 0"
+            known = ", ".join(f"{axis} = {n}" for axis, n in sizes.items() if axis in axes and axis != "2" and n)
+            expected = f"({', '.join(axes)}) with {known}, and T, N, d > 0"
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected}")
-        given[name] = x
-    for what in "device", "dtype":
-        found = {name: getattr(x, what) for name, x in given.items()}
-        if len(set(found.values())) > 1 and (what == "device" or function.startswith("born")):
-            raise ValueError(f"expected one {what}: " + ", ".join(f"{name} has {x}" for name, x in found.items()))
+        first = x if first is None else first
+        if x.device != first.device or (x.dtype != first.dtype and function.startswith("born")):
+            raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {first.dtype} on {first.device}, as others")
     return tuple(n for axis, n in sizes.items() if axis not in "12")
 
 
 def _compute_dtype(*tensors):
-    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
+    return torch.float64 if torch.float64 in [x.dtype for x in tensors if x is not None] else torch.float32
 
 
 def _in_dtype(dtype, *tensors):

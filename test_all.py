@@ -435,8 +435,8 @@ def test_refuses_what_does_not_fit(name):
     inputs = [x.float() for x in operation.inputs(5, 4)]
     for i, x in enumerate(inputs):
         wrong = [(torch.cat((x, x.narrow(axis, 0, 1)), axis), "shape") for axis in range(x.dim())]
-        wrong += [(x[..., None], "shape"), (x[0], "shape"), (x.to("meta"), "device"), (x.int(), "int32")]
-        wrong += [((1, 2), "tuple"), (x.to(torch.complex64), r"complex64.*torch\.view_as_real")]
+        wrong += [(x[..., None], "shape"), (x[0], "shape"), ((1, 2), "tuple"), (x.int(), "int32")]
+        wrong += [(x.to("meta"), " on (meta|cpu)"), (x.to(torch.complex64), r"complex64.*torch\.view_as_real")]
         for y, message in wrong:
             with pytest.raises(ValueError, match=message):
                 operation(*inputs[:i], y, *inputs[i + 1 :])
@@ -451,15 +451,17 @@ def test_a_refusal_says_what_was_expected():
     remember = kernels.phase_memory, attend[1] | {"log_gamma": zeros(5)}
     for (function, given), changes, message in [
         (scan, {"log_decay": zeros()}, "log_decay has shape (1, 2); expected (B, T, C|1) with B = 1, T = 2"),
-        (scan, {"theta": zeros(3).to("meta")}, "one device: b has cpu, theta has meta"),
+        (scan, {"theta": zeros(3).to("meta")}, "theta is torch.float32 on meta; expected torch.float32 on cpu"),
         (scan, {"method": "fast"}, "unknown method 'fast'"),
         (scan, {"theta": None, "b": zeros(3), "method": "clamped"}, "complex"),
-        (attend, {"k": tokens.half()[:, :, [0] * 5]}, "one dtype: q has torch.float32, k has torch.float16"),
+        (attend, {"k": tokens.half()[:, :, [0] * 5]}, "k is torch.float16 on cpu; expected torch.float32 on cpu"),
         (attend, {"method": "softmax"}, "unknown method 'softmax'"),
         (attend, {"state": (zeros(9, 8), tokens, tokens)}, "state_S has shape (1, 2, 9, 8)"),
         (attend, {"state": (None, zeros(3, 4, 2), tokens)}, "state_k has shape (1, 2, 3, 4, 2)"),
         (attend, {"state": (None, tokens, zeros(4, 3, 2))}, "state_v has shape (1, 2, 4, 3, 2)"),
-        (attend, {"state": (None, tokens.double(), tokens.double())}, "one dtype: k has torch.float32, state_k has"),
+        (attend, {"state": (None, tokens.double(), tokens.double())}, "state_k is torch.float64 on cpu; expected"),
+        (attend, {"state": (None, tokens)}, "the state is not (S or None, k, v)"),
+        (attend, {"state": (None, None, None)}, "the state is not (S or None, k, v)"),
         (remember, {"state": zeros(3, 3)}, "state has shape (1, 2, 3, 3); expected (B, H, d, d, 2)"),
         (remember, {"backend": "step"}, "backend='step' takes one token, not 5"),
     ]:
@@ -495,17 +497,16 @@ def test_derivatives_but_one_backward_are_refused(name):
 
 def operator_of(function, *inputs, device="cpu", **given):
     """Name and arguments of the custom operator that a call comes to. The inputs are (shape, dtype), without data."""
-    found = []
 
-    class Record(TorchDispatchMode):
+    class Stop(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "nanohilbert":
-                found.append((func.overloadpacket.__name__, args))
+                raise RuntimeError(func.overloadpacket.__name__, args)
             return func(*args, **(kwargs or {}))
 
-    with FakeTensorMode(), Record():
+    with FakeTensorMode(), Stop(), pytest.raises(RuntimeError) as stop:
         function(*(torch.ones(shape, dtype=dtype, device=device) for shape, dtype in inputs), **given)
-    return found[0]
+    return stop.value.args
 
 
 def test_the_backend_is_what_was_asked_for(monkeypatch):
