@@ -194,7 +194,7 @@ def missing(model_class):
 
 
 def step_faults(model_class, config, device="cpu", checkpointing=False):
-    """What a training step of 1 x 8 tokens shows to be wrong, and for a model of a file a text in pieces: [] or [fault].
+    """What a training step of 1 x 8 tokens shows to be wrong, and a text in pieces if the class is a file's: [] or [fault].
     It is taken on a copy with at most 4 layers; the random numbers go on as if it had not been."""
     x = torch.arange(8, device=device)[None] % config.V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
@@ -449,10 +449,11 @@ def main():
     if not prompt:
         raise InputError("the text is empty: a model needs one token to start from")
     import_models(args.model)
-    newest = max(Path("runs").glob("*/*.pt"), key=os.path.getmtime, default=None)
-    if args.run is None and not newest:
-        raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
-    run = newest.parent if args.run is None else os.path.expanduser(args.run)
+    run = args.run and os.path.expanduser(args.run)
+    if run is None:
+        if not (checkpoints := [*Path("runs").glob("*/*.pt")]):
+            raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
+        run = max(checkpoints, key=os.path.getmtime).parent
     model, meta = load(run, pick_device(args.device))
     note(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
     encode, to_bytes = codec(model.config.V)
