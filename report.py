@@ -661,10 +661,9 @@ def lines_of(models, points, **look):
     return {label: (style(label) | look, [*map(points, runs.values())]) for label, runs in models.items()}
 
 
-def late_range(panels):
+def late_range(lines):
     """Limits for losses: of all but the first fall, from 8 bits a byte, which would take most of the height."""
-    curves = [curve for lines in panels.values() for _, of_seeds in lines.values() for curve in of_seeds]
-    late = [y for _, losses in curves for y in losses[len(losses) // 5 :]]
+    late = [y for _, curves in lines for _, losses in curves for y in losses[len(losses) // 5 :]]
     return min(late) - 0.1, max(late) + 0.1
 
 
@@ -676,7 +675,7 @@ def plot_curves(shared, models, path):
             lines[f"{name}, {what}".removeprefix(", ")] = lines_of(members, partial(curve, kind=kind))
     with figure(path, f"{caption(shared, models)}; the first fall is cut off", lines, 2,
                 xlabel="optimization step", ylabel=f"loss, {unit(shared['tokens'])}") as axes:  # fmt: skip
-        axes[0].set_ylim(late_range(lines))
+        axes[0].set_ylim(late_range([line for of_panel in lines.values() for line in of_panel.values()]))
 
 
 def plot_overlay(kinds, path):
@@ -690,8 +689,8 @@ def plot_overlay(kinds, path):
             lines.setdefault(f"loss, {unit(shared['tokens'])}", {})[label] = look | {"marker": mark}, curves
     title = "Validation loss; the first fall is cut off"
     with figure(path, title, lines, height=3.4, xlabel="optimization step", sharey=False) as axes:
-        for ax, (name, of_panel) in zip(axes, lines.items()):
-            ax.set_ylim(late_range({name: of_panel}))
+        for ax, of_panel in zip(axes, lines.values()):
+            ax.set_ylim(late_range(of_panel.values()))
 
 
 def plot_steps(shared, models, path):
@@ -1138,34 +1137,32 @@ def main():
     parser.add_argument("--csv", metavar="FILE", help="file for all evaluations, a row each")
     parser.add_argument("--forest", action="store_true", help="one figure: all ratios of steps, by folder")
     args = parser.parse_args()
-    alone = Path(os.path.expanduser(args.out or ""))  # a figure, if it ends as one
-    is_figure = alone.suffix.lower() in FORMATS
-    out = None if args.out is None else alone.parent if is_figure else parse_out(args.out)
-    found = {path: read_log(path) for run in args.runs for path in find_logs(run)}
-    of_tasks, *both = {"task" in events[0]["settings"] for events in found.values()}
+    target = Path(os.path.expanduser(args.out or ""))
+    one_figure = target.suffix.lower() in FORMATS
+    out = None if args.out is None else target.parent if one_figure else parse_out(args.out)
+    found = {run: {path: read_log(path) for path in find_logs(run)} for run in args.runs}
+    by_path = {path: events for of_run in found.values() for path, events in of_run.items()}
+    of_tasks, *both = {"task" in events[0]["settings"] for events in by_path.values()}
     if both or (of_tasks and args.forest):
         raise InputError("logs of tasks.py go neither into one report with those of train.py, nor into --forest")
-    logs, written = [*found.values()], None
+    logs, written = [*by_path.values()], None
     if args.forest:
-        if not is_figure:
+        if not one_figure:
             raise InputError("--forest draws one figure: name it, such as --out forest.png")
-        folders = {}
-        for path, events in found.items():
-            folder = (path.parent if path.name == "log.jsonl" else path).absolute().parent.name
-            folders.setdefault(folder, []).append(events)
-        text, figures = "", {alone.name: partial(plot_forest, folders)}
+        folders = {Path(run).resolve().name: [*of_run.values()] for run, of_run in found.items()}
+        text, figures = "", {target.name: partial(plot_forest, folders)}
     else:
         text, figures = (task_tables(logs), task_figures(group_tasks(logs))) if of_tasks else training_report(logs)
-    if is_figure and not args.forest:
-        ours = f"plot_{alone.stem.partition('-')[0]}" in globals()  # a name of ours, or one of the user's own
-        name = f"{alone.stem}.png" if ours or of_tasks else "curves.png"
+    if one_figure and not args.forest:
+        ours = f"plot_{target.stem.partition('-')[0]}" in globals()  # a name of ours, or one of the user's own
+        name = f"{target.stem}.png" if ours or of_tasks else "curves.png"
         if name not in figures:
             names = ", ".join(figure.removesuffix(".png") for figure in figures)
             raise InputError(f"--out {args.out} is none of their figures: these runs have {names}")
-        figures, written = {alone.name: figures[name]}, ""
+        figures, written = {target.name: figures[name]}, ""
     if args.csv is not None:
         with explain(f"write --csv {args.csv}"):
-            Path(args.csv).expanduser().write_text(csv_text(found))
+            Path(os.path.expanduser(args.csv)).write_text(csv_text(by_path))
     show_report(text, figures, out, written)
 
 
