@@ -4192,12 +4192,6 @@ REPORTS = {
         [("hmamba:field=real", [8, 3, 2.5], {}), ("mamba", [8, 3, 2.6], {})],
         ["| mamba / hmamba:field=real | 1.00 | 1.00 | 1.00 | 1.11 | > 1.00 |",
          "| mamba - hmamba:field=real | +0.050 | +0.100 | +0.100 | +0.050 |"], []),
-    "not the paper's tokens": (
-        [("hmamba", [8, 3, 2.5], {"tokens": "gpt2"}), ("mamba", [8, 3, 2.6], {"tokens": "gpt2"})],
-        ["| 3.0 bits a token |"], ["75-79", "about 3", "0.315"]),
-    "no warmup, no end of it": (
-        [("hmamba", [8, 3, 2.5], {"schedule": "constant"}), ("mamba", [8, 3, 2.6], {"schedule": "constant"})],
-        ["| mamba - hmamba | +0.050 | +0.100 *0.315 to 0.396* |"], []),
     "parts of a host": (
         [("htransformer", [8, 4, 2], {}), ("results/host/variants.py:HTransformerMinus:conv=1", [8, 4, 3], {}),
          ("results/host/variants.py:HTransformerMinus:conv=1:score=softmax", [8, 5, 3], {})],
