@@ -1045,7 +1045,8 @@ def text_batch(B, T, seed=0):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("spec", "dtype", "T"),
-    [(v, torch.float64, 70) for v in VARIANTS] + [(v, torch.float32, 300) for v in [*sample.MODELS, SOFTMAX[0]]],
+    [(v, torch.float64, 70) for v in VARIANTS]
+    + [pytest.param(v, torch.float32, 300, marks=pytest.mark.slow) for v in [*sample.MODELS, SOFTMAX[0]]],
 )
 def test_step_and_chunked_prefill_equal_the_full_pass(spec, dtype, T):
     """So no output sees what follows. In float64 to rounding, in float32 to 1e-4: sums of T numbers of size 1 lose at
@@ -5480,6 +5481,7 @@ def test_runs_of_a_file_that_was_edited_are_not_kept(program, toy_tasks, short_t
     assert (code, out, err.count("\n")) == (2, "", 1) and "here/rnn-LAST-s42 holds a run of other settings (toy.py" in err
 
 
+@pytest.mark.slow
 def test_complex_rnn_generalises_after_two_epochs():
     """The whole loop learns: parity at four times the training length."""
     events = tasks.train(tasks.Settings("complex-rnn", "parity", 1, 2, 16, [16, 64], 64, 1e-3), [1], DEVICE)[0]
@@ -5528,7 +5530,8 @@ def test_mean_interval():
 
 
 @pytest.mark.parametrize(("section", "cuda"), [
-    *((section, False) for section in bench.SECTIONS), ("ceiling", True), ("scan", True), ("phase", True), ("train", True),
+    *((section, False) for section in bench.SECTIONS), ("ceiling", True), ("scan", True), ("phase", True),
+    pytest.param("train", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_benchmark_section(monkeypatch, section, cuda):
     """Each row of ours does its work, of either device at shapes that a CPU computes at once; each peer is missing."""
