@@ -2393,7 +2393,9 @@ def test_data_splits_of_its_own(hub, toy, cache, monkeypatch):
         hub.files[f"/{i}"] = hub.files[pin.url.removeprefix(data.HUB)]
         sources.append(dataclasses.replace(pin, url=f"{hub.url}/{i}", split=split))
     monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", tuple(sources), ""))
+    monkeypatch.setenv("HF_TOKEN", "secret")
     corpus = data.load("toy", 64)
+    assert {token for _, _, token, _ in hub.log} == {None}  # these do not lie on the hub
     a, b = (b"".join(documents(400, seed=i)) for i in range(2))
     assert [corpus.split(s).tobytes() for s in ("train", "val", "test")] == [a + b, b, a]
 
