@@ -72,7 +72,7 @@ class Extra:
         return getattr(sys.stderr, name)
 
     def write(self, text=""):
-        with suppress(OSError, ValueError, AttributeError):  # full, closed, none at all
+        with suppress(OSError, ValueError):  # full, closed
             sys.stderr.write(text)
             sys.stderr.flush()
 
@@ -94,12 +94,14 @@ note_once = lru_cache(note)
 def command_line(main, silent=False):
     """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream
     that is closed, or cannot show a character, stops nothing. silent: another rank prints what went wrong."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  open as long as the program runs
+        setattr(sys, name, stream)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
         main()
-        print(end="", flush=True)
+        sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         pass
     except (InputError, OSError) as e:
@@ -116,7 +118,7 @@ def command_line(main, silent=False):
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
-                print(end="", file=stream, flush=True)
+                stream.flush()
             except (OSError, ValueError):  # it takes no more: Python would end with the code 120
                 with suppress(OSError, ValueError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -423,10 +425,9 @@ def kind_of(file, column):
 
 def is_run(folder):
     """Whether a folder is that of a run: its log and checkpoints grow with the run that reads it, and are no data."""
-    if not (folder / "log.jsonl").is_file():
-        return False
-    with open(folder / "log.jsonl", "rb") as log:
+    with suppress(OSError), open(folder / "log.jsonl", "rb") as log:
         return log.read(18) == b'{"event": "header"'
+    return False
 
 
 def why_left_out(path, root, stdlib):
@@ -555,7 +556,7 @@ def hold(folder, wait=False):
             if not os.path.samestat(os.fstat(f.fileno()), path.stat()):
                 raise BlockingIOError  # the one before ended this moment, and took the file with it
         except (BlockingIOError, FileNotFoundError):
-            raise InputError(f"{folder} is in use by {holder or 'another one'}: wait, or name another folder") from None
+            raise InputError(f"{folder} is in use by {holder or 'another process'}: wait, or name another") from None
         except (OSError, AttributeError) as e:  # AttributeError: Windows
             note(f"note: {folder} cannot be locked ({e}): start no second run in it")
         f.truncate(0)
@@ -634,8 +635,7 @@ def build(path, recipe, record, read):
 
 
 def prepare(path, recipe, read, verify=False):
-    """Makes the corpus of a recipe in path, unless it is there, whole. Returns its record (see read_record).
-    Size and time of change tell whether it is; its hash, if `verify`, or if something wrote to it since.
+    """Makes the corpus of a recipe in path, unless it is there, whole, by size and time, or hash. Returns its record.
     read: a function of a source, its path and {why: names} of what it leaves out, that yields texts."""
     folder, record = path.parent, read_record(path, recipe)
     if not record["sha256"]:
