@@ -218,7 +218,8 @@ def generate(name, context):
 def train_task(name):
     """Five seeds at once, and each step with its own data, as tasks.py trains."""
     seeds, steps, device = range(42, 47), count(1), torch.get_default_device()
-    model = tasks.build(name, "parity", seeds).to(device)
+    with torch.device("cpu"):
+        model = tasks.build(name, "parity", seeds).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
@@ -472,7 +473,8 @@ def main():
     out = "also write the output to FILE, which must be new (on a GPU: default bench-DATE-TIME.md)"
     parser.add_argument("--out", metavar="FILE", help=out)
     args = parser.parse_args()
-    args.device, names = pick_device(args.device), args.sections.split(",")
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device, names = pick_device(auto if args.device == "auto" else args.device), args.sections.split(",")
     for name in names:
         if name not in SECTIONS:
             raise InputError(f"unknown section {name!r}; known: {', '.join(SECTIONS)} (see bench.py --help)")

@@ -5392,7 +5392,8 @@ def test_benchmark_tables(monkeypatch, device):
 def test_bench_program(program, monkeypatch):
     monkeypatch.setattr(bench, "tables", lambda args, names: [(",".join(names), ["what", "n"], [["a", "1"], ["b"]])])
     monkeypatch.setattr(bench, "machine", lambda args: str(args.device))
-    monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu" if name == "auto" else name))
+    monkeypatch.setattr(bench, "pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HOME", os.getcwd())
     table = "\n| what | n |\n| --- | --- |\n| a | 1 |\n| b |  |\n"
     assert program(bench)[:2] == (0, f"cpu\n\n### {','.join(bench.SECTIONS)}\n{table}")
