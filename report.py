@@ -137,6 +137,8 @@ PAPER = {
     "spread": {"hmamba": "about 2", "mamba": "more than 10"},  # 8.4
     "last over first": {"mamba": "10 to 100"},  # 8.4
 }
+PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 "
+              "and Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
 PAPER_WARMUP = 0.75  # of 1000 steps, table 4
 
 # CSP tables 2-4: mean accuracy at these lengths, then the five seeds at 64. Table 1 prints other means at 16 and 32.
@@ -419,6 +421,11 @@ def steps_to_target(events, target):
     return float(np.interp(target, losses[around][::-1], steps[around][::-1]))
 
 
+def speed(events):
+    """Median tokens a second, or nan. Intervals in which the clock was set back do not count."""
+    return statistics.median([e["tok_s"] for e in events if e.get("tok_s", 0) > 0] or [math.nan])
+
+
 def loss_at(events, step):
     """The validation loss at `step`, interpolated between evaluations, bpc, or None."""
     steps, losses = curve(events)
@@ -591,7 +598,7 @@ def by_pair(models, sign, text, columns):
 
 def training_tables(shared, models):
     """Markdown of a group: protocol and models (QS tables 3-4), steps to a loss and their ratios (6, 5), gaps (7),
-    losses at the budget (8), spread of the layers' gradients (8.4), PAM's late metric, every run."""
+    losses at the budget (8), cost (9.3), spread of the layers' gradients (8.4), PAM's late metric, every run."""
     loss, budget, (warm, what), goals = unit(shared["tokens"]), shared["steps"], warmup_end(shared), targets(models)
     constant, logs = shared["schedule"] == "constant", [e for runs in models.values() for e in runs.values()]
     paper = PAPER if loss == "bpc" else dict.fromkeys(PAPER, {})
@@ -604,6 +611,13 @@ def training_tables(shared, models):
         losses = [loss_at(events, step) for step in evaluated]
         return None if None in losses else statistics.fmean(losses)
 
+    common = min((goal for goal in goals if all(steps_to_target(events, goal) for events in logs)), default=None)
+
+    def tokens(events):
+        return steps_to_target(events, common) * shared["batch"] * shared["seq"]
+
+    costs = [of_runs(lambda events: tokens(events) / 1e6, 2), of_runs(speed, 0),
+             of_runs(lambda events: tokens(events) / speed(events) / 60, 1)]  # fmt: skip
     of_steps = [of_runs(of, 0, paper["steps"].get(goal)) for of, goal in zip(steps, goals)]
     ratios = []
     for label, other, _ in pairs(models, curve):
@@ -641,6 +655,9 @@ def training_tables(shared, models):
                  f"#### Gap in validation loss, {loss}", "Above 0: the second leads."),
         markdown(["model", "fixed windows", "whole split"], by_model(models, ends),
                  f"#### Validation loss at the budget, {loss}"),
+        markdown(["model", "tokens, millions", "tokens a second", "minutes"], by_model(models, costs),
+                 f"#### Cost of {common} {loss}", "At the median speed of each run, without validation."
+                 + f" {PAPER_COST}" * (loss == "bpc")) if common else "",
         markdown(["model", "largest over smallest", "last over first"], by_model(layered, spread),
                  "#### Gradient norms of the layers", "Medians over the evaluations."),
         markdown(["model", "seed", *heads, "at the budget", "whole split"],
