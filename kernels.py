@@ -1546,10 +1546,10 @@ if triton is not None:
         return x.ptr + (g // H).to(tl.int64) * x.batch + (g % H).to(tl.int64) * x.head, x.row
 
     @triton.jit
-    def _tile(rows, first, T, columns, ROWS: constexpr, WIDTH: constexpr):
-        """Pointers to ROWS rows of so many columns, WIDTH at most, from row `first` on, and which numbers there are."""
+    def _tile(rows, first, T, columns, ROWS: constexpr, WIDTH: constexpr, start=0):
+        """Pointers to ROWS rows from `first` on, to WIDTH of their columns from `start` on, and which numbers exist."""
         ptr, stride = rows
-        row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+        row, column = tl.arange(0, ROWS)[:, None], start + tl.arange(0, WIDTH)[None, :]
         pointers = ptr + tl.cast(first, tl.int64) * stride + (row * stride + column)
         return pointers, (first + row < T) & (column < columns)
 
@@ -1799,7 +1799,7 @@ if triton is not None:
     def _phase_tile(rows, first, T, column, COLUMNS: constexpr, ROWS: constexpr, WIDTH: constexpr, REAL: constexpr):
         """Pointers to WIDTH coordinates of ROWS tokens, and which there are."""
         EACH: constexpr = 1 if REAL else 2
-        return _tile((rows[0] + EACH * column, rows[1]), first, T, EACH * (COLUMNS - column), ROWS, EACH * WIDTH)
+        return _tile(rows, first, T, EACH * COLUMNS, ROWS, EACH * WIDTH, EACH * column)
 
     @triton.jit
     def _phase_load(rows, first, T, column, COLUMNS: constexpr, ROWS: constexpr, WIDTH: constexpr, REAL: constexpr):
@@ -1933,7 +1933,7 @@ if triton is not None:
         BLOCKS: constexpr = (COLUMNS + WIDTH - 1) // WIDTH
         g, chunk, block = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS
         first, column, place = chunk * CHUNK, block * WIDTH, g.to(tl.int64) * tl.cdiv(T, CHUNK) + chunk
-        own, seen, summed = _head(own, g, H), _head(seen, g, H), _head(summed, g, H)
+        own, seen = _head(own, g, H), _head(seen, g, H)
         gate = _phase_gates(_head(gates, g, H), first, T, CHUNK)
         out = tl.zeros((CHUNK, WIDTH), tl.float32), tl.zeros((CHUNK, WIDTH), tl.float32)
         for k in range((COLUMNS + DEPTH - 1) // DEPTH):
@@ -1951,8 +1951,8 @@ if triton is not None:
             tl.store(dots_ptr + (block * G + g).to(tl.int64) * T + t, dots, mask=t < T)
         P = _phase_scores(seen, own, first, T, COLUMNS, CHUNK, DEPTH, REAL)
         E = _phase_decays(gate, CHUNK, LATER)
-        P = _transposed((_operand(P[0] * E, summed[0]), _operand(P[1] * E, summed[0])))
-        z = _phase_load(summed, first, T, column, COLUMNS, CHUNK, WIDTH, REAL)
+        P = _transposed((_operand(P[0] * E, summed.ptr), _operand(P[1] * E, summed.ptr)))
+        z = _phase_load(_head(summed, g, H), first, T, column, COLUMNS, CHUNK, WIDTH, REAL)
         out = _product(out, P, z, True, False, REAL)
         rows = out_ptr + g.to(tl.int64) * T * EACH * COLUMNS, EACH * COLUMNS
         pointers, mask = _phase_tile(rows, first, T, column, COLUMNS, CHUNK, WIDTH, REAL)
