@@ -259,7 +259,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
             All are float32 (float64 if q is).
         method: "quadratic" or "linear" form, equal up to rounding; "auto" takes the faster one.
         backend: None, "torch", "triton" or "reference" (its state is never folded), as above. Triton has the quadratic
-            form of a sequence from its beginning, which "auto" takes there; for the rest the torch path runs.
+            form of a sequence from its beginning, and the linear form for N up to 32; for the rest the torch path runs.
     Returns:
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the
         summed |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
@@ -286,15 +286,14 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         all_k, all_v = torch.cat((old_k, all_k), 2), torch.cat((old_v, all_v), 2)
     if backend == "reference":
         return born_attention_reference(q, all_k, all_v, S).to(dtype), (S, all_k, all_v)
-    if backend == "triton" and state is None and method != "linear":
-        o, _ = _triton_born(*_autocast(q, k, v))
+    linear = method == "linear" or (method == "auto" and _linear_is_faster(T, N, backend == "triton" and state is None))
+    if backend == "triton" and (N <= BORN_WIDEST if linear else state is None):
+        o, state = _born_in_triton((q, k, v), S, all_k, all_v, linear)
     else:
-        # Quadratic costs about T N a token, linear N^3: they cross here, as measured on a CPU, forward and backward.
-        linear = method == "linear" or (method == "auto" and T >= max(384, 3 * N * N))
-        o = _born_in_torch(q.to(dtype), S, all_k, all_v, linear)
+        o, state = _born_in_torch(q.to(dtype), S, all_k, all_v, linear), (S, all_k, all_v)
     if o.requires_grad:
-        return o, (S, all_k, all_v)
-    S, k, v = born_fold((S, all_k, all_v))
+        return o, state
+    S, k, v = born_fold(state)
     return o, (S, k.clone(), v.clone())  # not views, which would keep the whole sequence
 
 
@@ -760,6 +759,12 @@ _selective_scan = _operator(
 # ---- born_attention: rows of N pairs, 2N wide; u = (v, 1) ----
 
 BORN_CHUNK = 64  # tokens a chunk
+
+
+def _linear_is_faster(T, N, triton):
+    """Quadratic costs about T N a token, linear N^3. Where they cross was measured on a CPU, forward and backward; for
+    Triton it was estimated from the number of compiled instructions, and is yet to be measured."""
+    return T >= max(2048, 16 * N * N) and N <= BORN_WIDEST if triton else T >= max(384, 3 * N * N)
 
 
 def _unit(q):
@@ -1520,8 +1525,8 @@ def _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts):
     return du, ddt, dA.sum(0).to(A.dtype), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype), dh0
 
 
-# ---- born_attention, the quadratic form ----
-# The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of i
+# ---- born_attention ----
+# The quadratic form. The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of i
 # q with k, or of q with -i k. A program of the forward, or of the pass for q, keeps a tile of queries and reads the
 # keys that they see one tile after another. One of the pass for k and v keeps keys and reads the queries that see them.
 # The tile that a program keeps is multiplied by i (or -i), once; those that it reads are used as they lie. Instead of
@@ -1531,10 +1536,20 @@ def _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts):
 # With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what
 # dL/dQ_i has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16,
 # whose exponents hold a square, and summed in float32.
+#
+# The linear form is the same kernels, with keys, and in the pass for k and v queries, of one span of tokens only. What
+# is before the span is in its state S = sum_j phi(k_j) u_j^T, what comes after it in dL/dS = sum_i phi(Q_i) (G_i, -G_i
+# . o_i)^T, where the floor stands as a gradient of the masses of |k_n|^2, the last column. `_born_state_kernel` makes
+# the summands span by span, for all of them at once, `_born_prefix_kernel` the sums. phi never reaches memory; a state
+# is float32: its values in pairs, then its masses. As the features are signed and cancel, their products keep 16 bits
+# of each factor, and the masses all 24.
 
 # Rows that a program holds (queries, or keys in the pass for k and v), keys that it walks over at a time, queries
 # likewise. For bfloat16 and N up to 16: half of it in float32, and for twice the N, but 16 at least.
 BORN_TILE = 64, 64, 32
+BORN_FEATURES = 32  # that are formed at a time, likewise
+BORN_SPAN = 256  # tokens between two states of the linear form: whole tiles, and whole chunks of born_fold
+BORN_WIDEST = 32  # N of the linear form; beyond that its tiles leave the registers, and PyTorch takes it
 
 if triton is not None:
     # In the interpreter bfloat16 numbers would be multiplied as bits.
@@ -1582,6 +1597,17 @@ if triton is not None:
         return tl.dot(x, y, input_precision="ieee")
 
     @triton.jit
+    def _dot_fine(x, y, ptr):
+        """x y for float32 y; beside half precision at ptr with each float32 number as the sum of two of bfloat16."""
+        if ptr.dtype.element_ty == tl.float32 or (INTERPRETED and x.dtype == tl.float32):
+            return tl.dot(x, y.to(tl.float32), input_precision="ieee")
+        elif x.dtype == tl.float32:
+            return tl.dot(x, y.to(tl.float32), input_precision="bf16x3")
+        else:
+            high = _operand(y, ptr)
+            return _dot(x, high) + _dot(x, _operand(y - high.to(tl.float32), ptr))
+
+    @triton.jit
     def _times_i_tile(x, ROWS: constexpr, WIDTH: constexpr):
         """i x for rows of pairs."""
         re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
@@ -1599,10 +1625,14 @@ if triton is not None:
         return _operand(q, queries[0]), tl.where(square == 0.0, 1.0, square), power
 
     @triton.jit
-    def _born_mass_kernel(keys, mass_ptr, H, T, COLUMNS: constexpr, ROWS: constexpr, WIDTH: constexpr):
-        """sum_{j<=i} |k_j|^2 of one head."""
+    def _born_mass_kernel(keys, S_ptr, mass_ptr, H, T, COLUMNS: constexpr, ROWS: constexpr, WIDTH: constexpr):
+        """sum_{j<=i} |k_j|^2 of one head, on from the masses of the features (n, n) of S, if there is one."""
         g = tl.program_id(0)
         keys, before = _head(keys, g, H), 0.0
+        if S_ptr is not None:
+            N: constexpr = COLUMNS // 2
+            n, masses = tl.arange(0, WIDTH), S_ptr + g.to(tl.int64) * N * N * (COLUMNS + 1) + N * N * COLUMNS
+            before = tl.sum(tl.load(masses + n * (N + 1), mask=n < N, other=0.0), 0)
         for first in range(0, T, ROWS):
             pointers, mask = _tile(keys, first, T, COLUMNS, ROWS, WIDTH)
             k = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -1612,48 +1642,171 @@ if triton is not None:
             before += tl.sum(square, 0)
 
     @triton.jit
-    def _born_rounded(w, ptr):
+    def _born_features(x, xs, first, T, m, power, COLUMNS: constexpr, ROWS: constexpr, WIDTH: constexpr,
+                       BLOCK: constexpr):  # fmt: skip
+        """The factors of the features (m, n) of the rows x, which were loaded from xs and multiplied by power: the
+        complex x_m (ROWS, BLOCK, 1) and x_n (ROWS, 1, WIDTH / 2); and the features, (ROWS, BLOCK * WIDTH / 2)."""
+        x_ptr, stride = xs
+        rows, ms = tl.arange(0, ROWS)[:, None], m + tl.arange(0, BLOCK)[None, :]
+        pointers, mask = x_ptr + tl.cast(first, tl.int64) * stride + (rows * stride + 2 * ms), first + rows < T
+        mask &= 2 * ms < COLUMNS
+        m_re = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        m_im = tl.load(pointers + 1, mask=mask, other=0.0).to(tl.float32)
+        if power is not None:
+            m_re, m_im = m_re * power[:, None], m_im * power[:, None]
+        m_re, m_im = _operand(m_re, x_ptr).to(tl.float32), _operand(m_im, x_ptr).to(tl.float32)
+        m_re, m_im = m_re[:, :, None], m_im[:, :, None]
+        re, im = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
+        re, im = re[:, None, :], im[:, None, :]
+        lower, scale = _born_triangle(m, WIDTH, BLOCK)
+        phi = scale * tl.where(lower, m_re * re + m_im * im, m_im * re - m_re * im)
+        return (m_re, m_im), (re, im), tl.reshape(phi, (ROWS, BLOCK * (WIDTH // 2)))
+
+    @triton.jit
+    def _born_triangle(m, WIDTH: constexpr, BLOCK: constexpr):
+        """Which of the features (m, n) are of Re x x^*, not of Im x x^*, and the factor of each."""
+        m, n = m + tl.arange(0, BLOCK)[None, :, None], tl.arange(0, WIDTH // 2)[None, None, :]
+        return n <= m, tl.where(n == m, 1.0, 1.4142135623730951)
+
+    @triton.jit
+    def _born_features_backward(grad, x, xs, first, T, m, power, COLUMNS: constexpr, ROWS: constexpr, WIDTH: constexpr,
+                                BLOCK: constexpr):  # fmt: skip
+        """Half of what dL/dphi of the features (m, n) adds to dL/dx."""
+        x_m, x_n, _ = _born_features(x, xs, first, T, m, power, COLUMNS, ROWS, WIDTH, BLOCK)
+        m_re, m_im = x_m
+        re, im = x_n
+        lower, scale = _born_triangle(m, WIDTH, BLOCK)
+        grad = scale * tl.reshape(grad, (ROWS, BLOCK, WIDTH // 2))
+        symmetric, skew, diagonal = tl.where(lower, grad, 0.0), tl.where(lower, 0.0, grad), scale == 1.0
+        dm_re, dm_im = tl.sum(symmetric * re - skew * im, 2), tl.sum(symmetric * im + skew * re, 2)
+        dn_re = tl.sum(symmetric * m_re + skew * m_im + tl.where(diagonal, dm_re[:, :, None], 0.0), 1)
+        dn_im = tl.sum(symmetric * m_im - skew * m_re + tl.where(diagonal, dm_im[:, :, None], 0.0), 1)
+        return 0.5 * tl.reshape(tl.join(dn_re, dn_im), (ROWS, WIDTH))
+
+    @triton.jit
+    def _born_state_at(m, COLUMNS: constexpr, WIDTH: constexpr, BLOCK: constexpr):
+        """Where the values and the masses of the features (m, n) are in a state, and which of them there are."""
+        N: constexpr = COLUMNS // 2
+        feature, columns = tl.arange(0, BLOCK * (WIDTH // 2)), tl.arange(0, WIDTH)[None, :]
+        m, n = m + feature // (WIDTH // 2), feature % (WIDTH // 2)
+        mask, feature = (m < N) & (n < N), m * N + n
+        values, mass = feature[:, None] * COLUMNS + columns, N * N * COLUMNS + feature
+        return values, mask[:, None] & (columns < COLUMNS), mass, mask, m == n
+
+    @triton.jit
+    def _born_load_state(ptr, m, COLUMNS: constexpr, WIDTH: constexpr, BLOCK: constexpr):
+        values, values_mask, mass, mass_mask, _ = _born_state_at(m, COLUMNS, WIDTH, BLOCK)
+        return tl.load(ptr + values, mask=values_mask, other=0.0), tl.load(ptr + mass, mask=mass_mask, other=0.0)
+
+    @triton.jit
+    def _born_state_kernel(xs, ys, shift_ptr, floor_ptr, states_ptr, G, H, T, COLUMNS: constexpr, ROWS: constexpr,
+                           WIDTH: constexpr, BLOCK: constexpr, CHUNK: constexpr):  # fmt: skip
+        """What a chunk adds to a block of the state: sum_i phi(x_i) (y_i, 1)^T for keys and values. For Q and G it is
+        sum_i phi(Q_i) (G_i, -shift_i)^T, and the gradient of the floor for the masses of |k_n|^2."""
+        BLOCKS: constexpr = (COLUMNS // 2 + BLOCK - 1) // BLOCK
+        g, chunk, m = tl.program_id(0) % G, tl.program_id(0) // G // BLOCKS, tl.program_id(0) // G % BLOCKS * BLOCK
+        xs, ys = _head(xs, g, H), _head(ys, g, H)
+        values, values_mask, mass, mass_mask, diagonal = _born_state_at(m, COLUMNS, WIDTH, BLOCK)
+        S, z = tl.zeros((BLOCK * (WIDTH // 2), WIDTH), tl.float32), tl.zeros((BLOCK * (WIDTH // 2),), tl.float32)
+        dfloor = tl.zeros((ROWS,), tl.float32)
+        for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, T), ROWS):
+            x = _load_tile(xs, first, T, COLUMNS, ROWS, WIDTH, False)
+            phi = _born_features(x, xs, first, T, m, None, COLUMNS, ROWS, WIDTH, BLOCK)[2]
+            y = _load_tile(ys, first, T, COLUMNS, ROWS, WIDTH, False)
+            S += _dot_fine(tl.trans(phi), y, xs[0])
+            if shift_ptr is not None:
+                t = first + tl.arange(0, ROWS)
+                phi *= -tl.load(shift_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)[:, None]
+                dfloor += tl.load(floor_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)
+            z += tl.sum(phi, 0)
+        SIZE: constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
+        states_ptr += (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + chunk) * SIZE
+        tl.store(states_ptr + values, S, mask=values_mask)
+        tl.store(states_ptr + mass, z + tl.where(diagonal, tl.sum(dfloor, 0), 0.0), mask=mass_mask)
+
+    @triton.jit
+    def _born_prefix_kernel(states_ptr, S_ptr, G, chunks, SIZE: constexpr, BLOCK: constexpr, REVERSE: constexpr):
+        """From what each chunk adds, in place: the state before each chunk and, in the last place, after all. With
+        REVERSE, dL/dS after each chunk and, in the last place, before all."""
+        g, at = tl.program_id(0) % G, tl.program_id(0) // G * BLOCK + tl.arange(0, BLOCK)
+        states_ptr += g.to(tl.int64) * (chunks + 1) * SIZE + at
+        S = tl.zeros((BLOCK,), tl.float32)
+        if S_ptr is not None:
+            S = tl.load(S_ptr + g.to(tl.int64) * SIZE + at, mask=at < SIZE)
+        for n in range(chunks):
+            pointers = states_ptr + tl.cast(chunks - 1 - n if REVERSE else n, tl.int64) * SIZE
+            more = tl.load(pointers, mask=at < SIZE)
+            tl.store(pointers, S, mask=at < SIZE)
+            S += more
+        tl.store(states_ptr + tl.cast(chunks, tl.int64) * SIZE, S, mask=at < SIZE)
+
+    @triton.jit
+    def _born_state_of(states_ptr, g, T, start, COLUMNS: constexpr, CHUNK: constexpr):
+        """The state of head g for the chunk of row `start`."""
+        SIZE: constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
+        return states_ptr + (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + start // CHUNK) * SIZE
+
+    @triton.jit
+    def _born_rounded(w, ptr, NEAREST: constexpr):
         """The weights as the product with v takes them, so that numerator and denominator sum the same numbers: in
         bfloat16 unless v is float32. Cutting digits off is one instruction, and makes all weights too small by the same
-        share in the mean, which cancels in o."""
+        share in the mean, which cancels in o; but not beside a state, whose weights are not cut: there they are rounded
+        to NEAREST."""
         if ptr.dtype.element_ty == tl.float32:
             return w
+        elif NEAREST:
+            return w.to(tl.bfloat16).to(tl.float32)
         else:
             return (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _born_forward_kernel(queries, keys, values, mass_ptr, o_ptr, d_ptr, G, H, T, floor, tiny, COLUMNS: constexpr,
-                             QUERIES: constexpr, KEYS: constexpr, WIDTH: constexpr):  # fmt: skip
-        """o and d."""
+    def _born_forward_kernel(queries, keys, values, mass_ptr, states_ptr, o_ptr, d_ptr, G, H, T, floor, tiny,
+                             COLUMNS: constexpr, QUERIES: constexpr, KEYS: constexpr, WIDTH: constexpr,
+                             BLOCK: constexpr, CHUNK: constexpr):  # fmt: skip
+        """o and d. If there are states, the keys are those of the chunk, and the past before is in its state."""
         g = tl.program_id(0) % G
         start = (tl.cdiv(T, QUERIES) - 1 - tl.program_id(0) // G) * QUERIES  # the longest first
         queries, keys, values = _head(queries, g, H), _head(keys, g, H), _head(values, g, H)
-        q, square, _ = _born_query(queries, start, T, COLUMNS, QUERIES, WIDTH)
+        q, square, power = _born_query(queries, start, T, COLUMNS, QUERIES, WIDTH)
         i_q = _operand(_times_i_tile(q, QUERIES, WIDTH), queries[0])
         numerator, weights = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, KEYS), tl.float32)
+        begin = 0
+        if states_ptr is not None:
+            begin = start // CHUNK * CHUNK
+            masses = tl.zeros((QUERIES, BLOCK * (WIDTH // 2)), tl.float32)
+            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            for m in range(0, COLUMNS // 2, BLOCK):
+                phi = _born_features(q, queries, start, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)[2]
+                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                numerator += _dot_fine(phi, S, queries[0])
+                masses += phi * z[None, :]
+            first_key = tl.arange(0, KEYS)[None, :] == 0
+            weights += tl.where(first_key, tl.sum(masses, 1)[:, None], 0.0)
         i, whole = start + tl.arange(0, QUERIES), start // KEYS * KEYS
         for tail in tl.static_range(2):  # every query sees every key before `whole`
-            for first in range(whole if tail else 0, tl.minimum(start + QUERIES, T) if tail else whole, KEYS):
+            for first in range(whole if tail else begin, tl.minimum(start + QUERIES, T) if tail else whole, KEYS):
                 k = tl.trans(_load_tile(keys, first, T, COLUMNS, KEYS, WIDTH, tail == 0))
                 re, im = _dot(q, k), _dot(i_q, k)
                 w = re * re + im * im
                 if tail:
                     w = tl.where(first + tl.arange(0, KEYS)[None, :] <= i[:, None], w, 0.0)
                 v = _load_tile(values, first, T, COLUMNS, KEYS, WIDTH, tail == 0)
-                w = _born_rounded(w, values[0])
+                w = _born_rounded(w, values[0], CHUNK > 0)
                 numerator += _dot(w, v)
                 weights += w
         row = g.to(tl.int64) * T + start
         mass = tl.load(mass_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
-        d = tl.sum(weights, 1) + square * (floor * mass + tiny)
-        tl.store(d_ptr + row + tl.arange(0, QUERIES), d, mask=i < T)
+        total = tl.sum(weights, 1)
+        negative = total < 0.0  # so far the rounding of a state can go; d tells it the backward by its sign
+        d = tl.where(negative, 0.0, total) + square * (floor * mass + tiny)
+        tl.store(d_ptr + row + tl.arange(0, QUERIES), tl.where(negative, -d, d), mask=i < T)
         o = o_ptr + g.to(tl.int64) * T * COLUMNS, COLUMNS
         _store_tile(o, numerator / d[:, None], start, T, COLUMNS, QUERIES, WIDTH)
 
     @triton.jit
-    def _born_query_kernel(queries, keys, values, grads, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr, floor_ptr,
-                           G, H, T, floor, COLUMNS: constexpr, QUERIES: constexpr, KEYS: constexpr,
-                           WIDTH: constexpr):  # fmt: skip
+    def _born_query_kernel(queries, keys, values, grads, states_ptr, o_ptr, d_ptr, dq_ptr, Q_ptr, G_ptr, shift_ptr,
+                           floor_ptr, G, H, T, floor, COLUMNS: constexpr, QUERIES: constexpr, KEYS: constexpr,
+                           WIDTH: constexpr, BLOCK: constexpr, CHUNK: constexpr):  # fmt: skip
         """dL/dq; and for the pass for k and v, row by row: Q, G, G . o and the gradient of the floor, padded with zeros
         to whole tiles."""
         blocks = tl.cdiv(T, QUERIES)
@@ -1664,22 +1817,31 @@ if triton is not None:
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         d = tl.load(d_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
         pointers, mask = _tile(_head(grads, g, H), start, T, COLUMNS, QUERIES, WIDTH)
-        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / d[:, None]
+        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / tl.abs(d)[:, None]
         grad = _operand(grad, G_ptr)
         pointers, mask = _tile((o_ptr + g.to(tl.int64) * T * COLUMNS, COLUMNS), start, T, COLUMNS, QUERIES, WIDTH)
         shift = tl.sum(grad.to(tl.float32) * tl.load(pointers, mask=mask, other=0.0), 1)
 
         padded = g.to(tl.int64) * blocks * QUERIES + start
         tl.store(floor_ptr + padded + tl.arange(0, QUERIES), -floor * square * shift)
+        shift = tl.where(d < 0.0, 0.0, shift)  # the weights are not in the denominator
         tl.store(shift_ptr + padded + tl.arange(0, QUERIES), shift)
         _store_tile((Q_ptr, WIDTH), q, padded, padded + QUERIES, WIDTH, QUERIES, WIDTH)
         _store_tile((G_ptr, WIDTH), grad, padded, padded + QUERIES, WIDTH, QUERIES, WIDTH)
 
         i_q = _operand(_times_i_tile(q, QUERIES, WIDTH), queries[0])
         dq_re, dq_im = tl.zeros((QUERIES, WIDTH), tl.float32), tl.zeros((QUERIES, WIDTH), tl.float32)
+        begin = 0
+        if states_ptr is not None:
+            begin = start // CHUNK * CHUNK
+            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            for m in range(0, COLUMNS // 2, BLOCK):
+                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                dphi = _dot_fine(grad, tl.trans(S), queries[0]) - shift[:, None] * z[None, :]
+                dq_re += _born_features_backward(dphi, q, queries, start, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)
         whole = start // KEYS * KEYS
         for tail in tl.static_range(2):
-            for first in range(whole if tail else 0, tl.minimum(start + QUERIES, T) if tail else whole, KEYS):
+            for first in range(whole if tail else begin, tl.minimum(start + QUERIES, T) if tail else whole, KEYS):
                 k = _load_tile(keys, first, T, COLUMNS, KEYS, WIDTH, tail == 0)
                 re, im = _dot(q, tl.trans(k)), _dot(i_q, tl.trans(k))
                 v = _load_tile(values, first, T, COLUMNS, KEYS, WIDTH, tail == 0)
@@ -1694,9 +1856,11 @@ if triton is not None:
         _store_tile((dq_ptr + g.to(tl.int64) * T * COLUMNS, COLUMNS), dq, start, T, COLUMNS, QUERIES, WIDTH)
 
     @triton.jit
-    def _born_key_kernel(keys, values, Q_ptr, G_ptr, shift_ptr, floor_ptr, dk_ptr, dv_ptr, G, H, T, COLUMNS: constexpr,
-                         QUERIES: constexpr, KEYS: constexpr, WIDTH: constexpr):  # fmt: skip
-        """dL/dk and dL/dv of KEYS keys; the queries come in tiles of QUERIES, which divides KEYS."""
+    def _born_key_kernel(keys, values, Q_ptr, G_ptr, shift_ptr, floor_ptr, states_ptr, dk_ptr, dv_ptr, G, H, T,
+                         COLUMNS: constexpr, QUERIES: constexpr, KEYS: constexpr, WIDTH: constexpr, BLOCK: constexpr,
+                         CHUNK: constexpr):  # fmt: skip
+        """dL/dk and dL/dv of KEYS keys; the queries come in tiles of QUERIES, which divides KEYS. If there are states,
+        these are dL/dS after each chunk, in the place of the queries of later ones."""
         g, start = tl.program_id(0) % G, tl.program_id(0) // G * KEYS  # the longest first
         padded = tl.cdiv(T, KEYS) * KEYS
         row = g.to(tl.int64) * padded
@@ -1710,9 +1874,20 @@ if triton is not None:
         v = _load_tile(values, start, T, COLUMNS, KEYS, WIDTH, False)
         minus_i_k = _operand(-_times_i_tile(k, KEYS, WIDTH), keys[0])
         dk_re, dk_im = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
-        dv = tl.zeros((KEYS, WIDTH), tl.float32)
+        dv, end = tl.zeros((KEYS, WIDTH), tl.float32), padded
+        if states_ptr is not None:
+            end = tl.minimum(start // CHUNK * CHUNK + CHUNK, padded)
+            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            for m in range(0, COLUMNS // 2, BLOCK):
+                S, _ = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                phi = _born_features(k, keys, start, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)[2]
+                dv += _dot_fine(phi, S, keys[0])
+            for m in range(0, COLUMNS // 2, BLOCK):  # apart, as the registers do not hold both
+                S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
+                dphi = _dot_fine(v, tl.trans(S), keys[0]) + z[None, :]
+                dk_re += _born_features_backward(dphi, k, keys, start, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)
         for rest in tl.static_range(2):  # those queries see every key
-            for first in range(start + KEYS if rest else start, padded if rest else start + KEYS, QUERIES):
+            for first in range(start + KEYS if rest else start, end if rest else start + KEYS, QUERIES):
                 q = _load_tile((Q_ptr, WIDTH), first, 0, WIDTH, QUERIES, WIDTH, True)
                 re, im = _dot(k, tl.trans(q)), _dot(minus_i_k, tl.trans(q))
                 w = re * re + im * im
@@ -1723,7 +1898,7 @@ if triton is not None:
                 else:
                     seen = start + here[:, None] <= first + tl.arange(0, QUERIES)[None, :]
                     w, dw = tl.where(seen, w, 0.0), tl.where(seen, dw, 0.0)
-                w = _born_rounded(w, G_ptr)
+                w = _born_rounded(w, G_ptr, CHUNK > 0)
                 dk_re += _dot(re * dw, q)
                 dk_im += _dot(im * dw, q)
                 dv += _dot(w, grad)
@@ -1733,51 +1908,88 @@ if triton is not None:
         _store_tile((dv_ptr + g.to(tl.int64) * T * COLUMNS, COLUMNS), dv, start, T, COLUMNS, KEYS, WIDTH)
 
 
-def _born_sizes(x):
+def _born_sizes(x, linear):
     """B H, H and T; programs; and the constants of kernels where queries are held, then where keys are."""
     B, H, T, N, _ = x.shape
     width = max(16, triton.next_power_of_2(2 * N))
     shrink = (2 if x.dtype == torch.float32 else 1) * max(1, width // 32)  # so that all stays in registers
     rows, keys, queries = (max(16, x // shrink) for x in BORN_TILE)
-    pairs = {"COLUMNS": 2 * N, "WIDTH": width}
-    held = {"QUERIES": rows, "KEYS": keys} | pairs, {"QUERIES": queries, "KEYS": rows} | pairs
+    block = min(width // 2, max(1, BORN_FEATURES // shrink // (width // 2)))
+    pairs = {"COLUMNS": 2 * N, "WIDTH": width, "BLOCK": block if linear else 0, "CHUNK": BORN_SPAN if linear else 0}
+    held = pairs | {"QUERIES": rows, "KEYS": keys}, pairs | {"QUERIES": queries, "KEYS": rows}
     return (B * H, H, T), B * H * -(-T // rows), *held
 
 
-def _born_forward_triton(q, k, v):
-    """o; and for the backward d."""
-    numbers, programs, sizes, _ = _born_sizes(q)
-    o, d = _born_like(q, k, v)
-    mass, tile = torch.empty_like(d), {"COLUMNS": sizes["COLUMNS"], "ROWS": sizes["KEYS"], "WIDTH": sizes["WIDTH"]}
-    _launch(_born_mass_kernel, numbers[0], *_heads(k), mass, *numbers[1:], **tile)
-    _launch(_born_forward_kernel, programs, *_heads(q, k, v), mass, o, d, *numbers, BORN_FLOOR, TINY, **sizes)
-    return o, d
+def _born_states(x, y, shift, floor, S, sizes):
+    """(B H, chunks + 1, numbers of a state): see `_born_prefix_kernel`."""
+    (B, H, T), N = x.shape[:3], sizes["COLUMNS"] // 2
+    G, chunks, size = B * H, -(-T // BORN_SPAN), N * N * (2 * N + 1)
+    states = x.new_empty(G, chunks + 1, size, dtype=torch.float32)
+    block = min(2 * sizes["BLOCK"], sizes["WIDTH"] // 2)  # there is room for more
+    constants = {key: sizes[key] for key in ("COLUMNS", "WIDTH", "CHUNK")} | {"ROWS": sizes["KEYS"], "BLOCK": block}
+    _launch(_born_state_kernel, G * chunks * -(-N // block), *_heads(x, y), shift, floor, states, G, H, T, **constants)
+    reverse = shift is not None
+    _launch(_born_prefix_kernel, G * -(-size // 512), states, S, G, chunks, SIZE=size, BLOCK=512, REVERSE=reverse)
+    return states
 
 
-def _born_backward_triton(grad, q, k, v, o, d):
-    numbers, programs, query_sizes, key_sizes = _born_sizes(q)
+def _born_forward_triton(q, k, v, S, linear):
+    """o; for the backward d; and of the linear form the states before each chunk."""
+    numbers, programs, sizes, _ = _born_sizes(q, linear)
+    o, d, _ = _born_like(q, k, v, S, linear)
+    mass = torch.empty_like(d)
+    states = _born_states(k, v, None, None, S, sizes) if linear else None
+    constants = {"COLUMNS": sizes["COLUMNS"], "ROWS": sizes["KEYS"], "WIDTH": sizes["WIDTH"]}
+    _launch(_born_mass_kernel, numbers[0], *_heads(k), S, mass, *numbers[1:], **constants)
+    _launch(_born_forward_kernel, programs, *_heads(q, k, v), mass, states, o, d, *numbers, BORN_FLOOR, TINY, **sizes)
+    return o, d, d.new_empty(0) if states is None else states
+
+
+def _born_backward_triton(grad, q, k, v, S, o, d, states, linear):
+    numbers, programs, query_sizes, key_sizes = _born_sizes(q, linear)
     dq, dk, dv = _empty_like(q, k, v)
-    rows = d.new_empty(2, programs * query_sizes["QUERIES"])  # G . o, and the gradient of the floor
+    padded = *q.shape[:2], programs // numbers[0] * query_sizes["QUERIES"]  # (B, H, whole tiles)
+    rows = d.new_empty(2, *padded)  # G . o, and the gradient of the floor
     dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
-    pairs = rows.new_empty(2, rows.shape[1], query_sizes["WIDTH"], dtype=dtype)  # Q and G
-    _launch(_born_query_kernel, programs, *_heads(q, k, v, grad), o, d, dq, *pairs, *rows, *numbers, BORN_FLOOR,
-            **query_sizes)  # fmt: skip
-    _launch(_born_key_kernel, programs, *_heads(k, v), *pairs, *rows, dk, dv, *numbers, **key_sizes)
-    return dq, dk, dv
+    pairs = rows.new_empty(2, *padded, query_sizes["WIDTH"], dtype=dtype)  # Q and G
+    _launch(_born_query_kernel, programs, *_heads(q, k, v, grad), states if linear else None, o, d, dq, *pairs, *rows,
+            *numbers, BORN_FLOOR, **query_sizes)  # fmt: skip
+    ends = _born_states(*pairs, *rows, None, query_sizes) if linear else None
+    _launch(_born_key_kernel, programs, *_heads(k, v), *pairs, *rows, ends, dk, dv, *numbers, **key_sizes)
+    return dq, dk, dv, d.new_empty(0) if S is None else ends[:, -1].clone()
 
 
-def _born_like(q, k, v):
-    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _born_like(q, k, v, S, linear):
+    N, chunks = q.shape[3], -(-q.shape[2] // BORN_SPAN)
+    states = (q.shape[0] * q.shape[1], chunks + 1, N * N * (2 * N + 1)) if linear else (0,)
+    return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (q.shape, q.shape[:3], states))
 
 
 _triton_born = _operator(
-    "triton_born(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)",
+    "triton_born(Tensor q, Tensor k, Tensor v, Tensor? S, bool linear) -> (Tensor, Tensor, Tensor)",
     _born_forward_triton,
     _born_like,
     _born_backward_triton,
-    lambda grad, q, k, v, o, d: _empty_like(q, k, v),
-    saved=("q", "k", "v", 0, 1),
+    lambda grad, q, k, v, S, o, d, states, linear: _empty_like(q, k, v, S),
+    saved=("q", "k", "v", "S", 0, 1, 2),
 )
+
+
+def _born_in_triton(inputs, S, k, v, linear):
+    """o and the state, for q, k and v as they came, and S, k and v as a state keeps them, the inputs at their end."""
+    q, _, _ = inputs = _autocast(*inputs)
+    (B, H, T, N, _), before, packed = q.shape, k.shape[2] - q.shape[2], None
+    if before:  # those tokens ask nothing
+        inputs = F.pad(q, (0, 0, 0, 0, before, 0)), k.to(q.dtype), v.to(q.dtype)
+    if S is not None:  # as the kernels keep it: all values, then the masses
+        packed = torch.cat((S[..., :-1].flatten(2), S[..., -1]), -1).flatten(0, 1)
+    o, _, states = _triton_born(*inputs, packed, linear)
+    if linear and not o.requires_grad:
+        whole = k.shape[2] // BORN_SPAN
+        values, masses = states[:, whole].unflatten(0, (B, H)).split((2 * N**3, N * N), -1)
+        S = torch.cat((values.unflatten(-1, (N * N, 2 * N)), masses.unsqueeze(-1)), -1)
+        k, v = k[:, :, whole * BORN_SPAN :], v[:, :, whole * BORN_SPAN :]
+    return o[:, :, before:], (S, k, v)
 
 
 # ---- phase_memory ----
