@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import tracemalloc
 import warnings
 import zipfile
@@ -3315,6 +3314,7 @@ def test_no_float64_and_no_complex_dtype(program, no_curves, spec):
         torch.view_as_complex(torch.zeros(2))
 
 
+@pytest.mark.slow
 def test_compiled_run_equals_eager(program, no_curves, monkeypatch):
     """The graph of each layer; code that is generated from it is PyTorch's. Without a compiler it is refused."""
     real, compiled, argv = torch.compile, [], [*SMALL, "--model", "hmamba:D=32:L=1:H=2:N=4", "--steps", 2]
