@@ -11,12 +11,12 @@ tasks      a training step of the models of csp.py     step   one generated toke
 GPU        the shapes of the papers, and training at 253m as train.py trains: bf16 autocast, float32 parameters,
            checkpointing. A model is the faster one if the steps that it needs, divided by its twin's, are fewer than
            1 / (time / first): QS 9.3, where the paper has 1/3 for H-Mamba and 1/2 for H-Transformer.
-times      Candidates take turns in one process, in a new random order each round, so that the machine's drift and the
-           caches' contents meet all of them alike. A time is the median over the rounds, and so is a ratio. On a GPU
-           the clock is its own, and the caches are flushed before each repetition. A row that fails says so in a line.
+times      Candidates take turns in one process, in a new random order each round, so that drift of the machine and the
+           contents of its caches affect all alike. Times and ratios are medians over the rounds. A GPU is timed by its
+           own events, its caches flushed before each repetition. A row that fails says why in a line.
 work       Scans: bytes that have to move. Others: floating-point operations, recomputation not counted.
-allocator  By default glibc hands large tensors back to the system after every use, and page faults can cost half of a
-           step. So on the CPU all is timed in a child process that keeps freed memory, and once more in a default one.
+allocator  By default glibc returns large tensors to the system after every use, and page faults can take half of a
+           step. So on the CPU all is timed twice: in a process that keeps freed memory, and in one by default.
 """
 
 import gc
@@ -44,8 +44,8 @@ import data
 import kernels
 import tasks
 from data import InputError, Parser, command_line, explain
-from report import provenance
-from sample import MODELS, PAM_SIZES, parse_spec, pick_device
+from report import markdown, provenance
+from sample import MODELS, PAM_SIZES, parse_spec, pick_device, unknown
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step on a CPU; N also of the operations
@@ -54,12 +54,12 @@ UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 FLUSH = 2**31  # bytes that empty a GPU's caches: writing them takes half a millisecond or more
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Work: a function of a shape returns one repetition, as a function without arguments. What is made lies on torch's
+# Work: functions of a shape that return one repetition, a function without arguments. Tensors are made on torch's
 # default device.
 
 
 def training_step(model, B, T, vocab_size=V, logits=None):
-    """The loss is the second thing that the model returns, or is computed from logits(what it returns)."""
+    """logits: function of what a peer's model returns. None: the model is one of ours, which returns the loss."""
     device = torch.get_default_device().type
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3, fused=device == "cuda")
     idx = torch.randint(vocab_size, (B, T + 1))
@@ -113,19 +113,15 @@ def train_nanogpt(B, T):
     return training_step(GPT(config), B, T, logits=lambda out: out[0])
 
 
-class Gradients:
+def gradients(function, *leaves):
     """Forward and backward of function(*leaves), with an upstream gradient that is already there."""
-
-    def __init__(self, function, *leaves):
-        self.function, self.leaves = function, [x.requires_grad_() for x in leaves]
-        output = function(*self.leaves)
-        self.upstream = torch.randn_like(output)
-        # Bytes that have to move. The forward reads the inputs and writes the output; the backward reads the inputs
-        # again, from which it can recompute the rest, and the output's gradient, and writes the inputs' gradients.
-        self.work = 3 * sum(x.nbytes for x in self.leaves) + 2 * output.nbytes
-
-    def __call__(self):
-        return torch.autograd.grad(self.function(*self.leaves), self.leaves, self.upstream)
+    leaves = [x.requires_grad_() for x in leaves]
+    upstream = torch.randn_like(function(*leaves))
+    repetition = lambda: torch.autograd.grad(function(*leaves), leaves, upstream)  # noqa: E731
+    # Bytes that have to move. The forward reads the inputs and writes the output; the backward reads the inputs
+    # again, from which it can recompute the rest, and the output's gradient, and writes the inputs' gradients.
+    repetition.work = 3 * sum(x.nbytes for x in leaves) + 2 * upstream.nbytes
+    return repetition
 
 
 def uniform(low, high, *shape):
@@ -134,7 +130,7 @@ def uniform(low, high, *shape):
 
 def scan_complex(B, T, C, backend=None):
     scan = lambda *x: kernels.complex_scan(*x, backend=backend)[0]  # noqa: E731
-    return Gradients(scan, uniform(0.9, 1, B, T, C).log(), uniform(-3, 3, B, T, C), torch.randn(B, T, C, 2))
+    return gradients(scan, uniform(0.9, 1, B, T, C).log(), uniform(-3, 3, B, T, C), torch.randn(B, T, C, 2))
 
 
 def scan_cayley(B, T, C, dtype=torch.float32):
@@ -142,48 +138,48 @@ def scan_cayley(B, T, C, dtype=torch.float32):
     delta, dt, gate = torch.randn(B, T, H, N), 0.1 * torch.rand(B, T, H), torch.randn(B, T, H, N)
     omega, b = torch.logspace(-1, 1, N).repeat(H, 1), torch.randn(B, T, H, N, 2)
     delta, dt, gate, b = (x.to(dtype) for x in (delta, dt, gate, b))
-    return Gradients(lambda *x: kernels.cayley_scan(*x)[0], delta, dt, gate, omega, b)
+    return gradients(lambda *x: kernels.cayley_scan(*x)[0], delta, dt, gate, omega, b)
 
 
 def scan_real(B, T, C, fla=False):
     if fla:
         from fla.ops.hgrn import chunk_hgrn
     scan = (lambda ld, b: chunk_hgrn(b, ld)[0]) if fla else (lambda ld, b: kernels.complex_scan(ld, None, b)[0])
-    return Gradients(scan, uniform(0.9, 1, B, T, C).log(), torch.randn(B, T, C))
+    return gradients(scan, uniform(0.9, 1, B, T, C).log(), torch.randn(B, T, C))
 
 
 def scan_accelerated(B, T, C, module, from_angles=False):
-    """accelerated_scan is given exp(log_decay + i theta); `from_angles` computes it too, as complex_scan does."""
+    """from_angles: exp(log_decay + i theta) is computed in each repetition, as in complex_scan, and not given."""
     scan = import_module(f"accelerated_scan.{module}").scan
     log_decay, theta = uniform(0.9, 1, B, C, T).log(), uniform(-3, 3, B, C, T)
     b = torch.randn(B, C, T, dtype=torch.complex64)
     if from_angles:
-        return Gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), log_decay, theta, b)
-    return Gradients(scan, torch.polar(log_decay.exp(), theta), b)
+        return gradients(lambda ld, th, b: scan(torch.polar(ld.exp(), th), b), log_decay, theta, b)
+    return gradients(scan, torch.polar(log_decay.exp(), theta), b)
 
 
 def scan_selective(B, T, E, backend=None):
     A = -torch.arange(1, N + 1).float().repeat(E, 1)
     inputs = torch.randn(B, T, E), 0.1 * torch.rand(B, T, E), A, torch.randn(B, T, N), torch.randn(B, T, N)
-    return Gradients(lambda *x: kernels.selective_scan(*x, backend=backend)[0], *inputs)
+    return gradients(lambda *x: kernels.selective_scan(*x, backend=backend)[0], *inputs)
 
 
 def attend_born(B, T, H, method):
     q, k, v = (torch.randn(B, H, T, N, 2) for _ in range(3))  # float32, as H-Transformer hands them over
-    return Gradients(lambda *x: kernels.born_attention(*x, method=method)[0], q, k, v)
+    return gradients(lambda *x: kernels.born_attention(*x, method=method)[0], q, k, v)
 
 
 def attend_softmax(B, T, H, flash=False):
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
     dtype = torch.bfloat16 if flash else torch.float32
     attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(attention) if flash else attention
-    return Gradients(attention, *(torch.randn(B, H, T, 64, dtype=dtype) for _ in range(3)))
+    return gradients(attention, *(torch.randn(B, H, T, 64, dtype=dtype) for _ in range(3)))
 
 
 def remember(B, T, H, d, real=False, backend=None):
     pair = () if real else (2,)
     inputs = *(torch.randn(B, H, T, d, *pair) for _ in range(3)), -F.softplus(torch.randn(B, H, T) - 3)
-    return Gradients(lambda *x: kernels.phase_memory(*x, real=real, backend=backend)[0], *inputs)
+    return gradients(lambda *x: kernels.phase_memory(*x, real=real, backend=backend)[0], *inputs)
 
 
 def remember_fla(B, T, H, d, dtype=None):
@@ -193,10 +189,10 @@ def remember_fla(B, T, H, d, dtype=None):
     if dtype:
         from fla.ops.simple_gla import chunk_simple_gla
 
-        return Gradients(lambda *x: chunk_simple_gla(*x, scale=1.0)[0], *inputs)
+        return gradients(lambda *x: chunk_simple_gla(*x, scale=1.0)[0], *inputs)
     from naive import naive_chunk_simple_gla
 
-    return Gradients(lambda *x: naive_chunk_simple_gla(*x)[0], *inputs)
+    return gradients(lambda *x: naive_chunk_simple_gla(*x)[0], *inputs)
 
 
 def matmul(n, dtype):
@@ -231,8 +227,8 @@ def train_task(name):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sections: functions of whether there is a GPU yield tables as (title, unit, rows), and a row is
-# (name, function of a shape, the shape, work). The work is None where the repetition knows it, or nobody does.
+# Sections: section(cuda), whether it is for a GPU, yields tables (title, unit, rows) with rows (name, function of a
+# shape, the shape, work). The work is None where the repetition has it as an attribute, or where it is not known.
 
 
 def ceiling(cuda):
@@ -349,11 +345,11 @@ def reason(e):
         if where:
             return f"not found (put the folder {where} on PYTHONPATH)"
         return f"not installed (pip install {'flash-linear-attention' if package == 'fla' else package})"
-    return f"failed: {' '.join(f'{type(e).__name__}: {e}'.split())[:160]}"
+    return f"failed: {type(e).__name__}: {data.one_line(e)}"
 
 
 def timed(repetition, device):
-    """Seconds. Emptying a GPU's caches also lets the CPU get ahead, so that launching kernels is not timed."""
+    """Seconds. While a GPU's caches are flushed the CPU gets ahead, so that launching kernels is not timed."""
     if device.type != "cuda":
         return timeit(repetition, number=1)
     torch.empty(FLUSH, dtype=torch.int8, device=device).zero_()
@@ -403,7 +399,7 @@ def measure(section, device, repeats):
 
 
 def in_child(threads, keep_memory, function, *args):
-    """function(*args) in a fresh process: nothing else in its memory, and an allocator that is set before it starts."""
+    """function(*args) in a fresh process. keep_memory: its allocator keeps freed memory, set before it starts."""
     for variable, value in KEEP_MEMORY.items():
         os.environ.pop(variable, None)
         if keep_memory:
@@ -419,7 +415,7 @@ def in_child(threads, keep_memory, function, *args):
 def tables(args, names):
     """(title, columns, rows of cells) of each table of some sections."""
     ceilings, cuda = {}, args.device.type == "cuda"
-    allocators = (False,) if cuda else (True, False)  # whether it keeps freed memory
+    allocators = (False,) if cuda else (True, False)  # keep_memory of in_child
     for section in names:
         runs = [in_child(args.threads, keep, measure, section, args.device, args.repeats) for keep in allocators]
         for (title, unit, found), (*_, default) in zip(runs[0], runs[-1]):
@@ -477,7 +473,7 @@ def main():
     args.device, names = pick_device(auto if args.device == "auto" else args.device), args.sections.split(",")
     for name in names:
         if name not in SECTIONS:
-            raise InputError(f"unknown section {name!r}; known: {', '.join(SECTIONS)} (see bench.py --help)")
+            raise unknown("unknown section", name, SECTIONS)
     if min(args.threads, args.repeats) < 1:
         raise InputError("--threads and --repeats must be at least 1")
     try:
@@ -493,9 +489,8 @@ def main():
 
         say(machine(args))
         for title, columns, rows in tables(args, names):
-            say(f"\n### {title}\n")
-            for cells in (columns, ["---"] * len(columns), *rows):
-                say("| " + " | ".join([*cells, *[""] * (len(columns) - len(cells))]) + " |")
+            rows = [cells + [""] * (len(columns) - len(cells)) for cells in rows]
+            say("\n" + markdown(columns, rows, f"### {title}"))
 
 
 if __name__ == "__main__":
