@@ -34,7 +34,7 @@ import time
 import zipfile
 import zlib
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Extra:
-    """stderr as it is now, for notes and progress bars: what it does not take is lost, and ends nothing."""
+    """sys.stderr of the moment, for notes and progress bars. What cannot be written is lost, and ends nothing."""
 
     def __getattr__(self, name):
         return getattr(sys.stderr, name)
@@ -84,7 +84,7 @@ progress = partial(tqdm, file=EXTRA, unit="B", unit_scale=True, leave=False, del
 
 
 def note(text):
-    """A line for who waits, on stderr."""
+    """Prints a line on stderr, above the progress bars."""
     tqdm.write(text, file=EXTRA)
 
 
@@ -109,7 +109,7 @@ def command_line(main, silent=False):
             note(f"error: {e}")
         sys.exit(2)
     except (MemoryError, RuntimeError) as e:
-        if not isinstance(e, MemoryError) and not re.search("out of memory|allocate", str(e)):
+        if not is_out_of_memory(e):
             raise
         note("error: out of memory: take a smaller model, batch or length")
         sys.exit(2)
@@ -147,6 +147,10 @@ def one_line(error):
     return " ".join(str(error).rpartition("Caused by ")[2].split())[:200]
 
 
+def is_out_of_memory(e):
+    return isinstance(e, MemoryError) or isinstance(e, RuntimeError) and re.search("out of memory|allocate", str(e))
+
+
 def cache_dir():
     """Where prepared corpora are kept: $NANOHILBERT_DATA, or else data/ beside this file."""
     return Path(os.path.expanduser(os.environ.get("NANOHILBERT_DATA") or Path(__file__).parent / "data")).resolve()
@@ -169,7 +173,7 @@ def replace_file(path, write, keep=None):
 
 
 def hash_file(path, file=None):
-    """SHA-256 of a file, in hex. `file`: it, open already, if its path may be another file's by now."""
+    """SHA-256 of a file, in hex. `file`: the open file, if another one may have its path by now."""
     digest = hashlib.sha256()
     with explain(f"read {path}"), nullcontext(file) if file else open(path, "rb") as f:
         f.seek(0)
@@ -181,7 +185,7 @@ def hash_file(path, file=None):
 
 
 def stamp_of(file):
-    """(size, mtime_ns, ctime_ns) of a path or number of a file: no write leaves them all, even if mtime is set back."""
+    """(size, mtime_ns, ctime_ns) of a file's path or number. A write changes one of them, even if mtime is set back."""
     info = os.stat(file)
     return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
@@ -191,10 +195,10 @@ class Corpus:
     name: str  # safe for a folder name: "stdlib", or the path's stem with odd characters replaced by _
     path: Path  # the memory-mapped file
     tokens: np.ndarray  # (size,) uint8, or uint16 for GPT-2's tokens: a read-only memory map
-    record: dict = field(default_factory=dict)  # meta.json of a converted corpus
-    vocab_size: int = 256
-    file: object = None  # the mapped file, held open: its path may become the name of another one
-    stamp: tuple | None = None  # (size, mtime_ns, ctime_ns) of it when it was mapped
+    record: dict  # meta.json of a converted corpus, or {}
+    vocab_size: int
+    file: object  # the mapped file, held open: its path may become the name of another one
+    stamp: tuple  # (size, mtime_ns, ctime_ns) of it when it was mapped
     left_out: str = ""  # what the folder or archive holds besides, and why that is no data
 
     @cached_property
@@ -204,13 +208,13 @@ class Corpus:
         return self.record.get("sha256") or hash_file(self.path, self.file)
 
     def summary(self):
-        """What the log of a run says of its data."""
+        """What a run's log records of its data."""
         said = {"name": self.name, "size": len(self.tokens), "sha256": self.sha256}
         return said | ({"left_out": self.left_out} if self.left_out else {})
 
     def check_unchanged(self):
-        """Raises InputError if the mapped file is no longer what it was when the run began: if its size is another, or
-        its times of change and its hash are. Takes a microsecond."""
+        """Raises InputError if the mapped file has changed: if its size is another, or its times and its hash are.
+        Takes a microsecond."""
         now = stamp_of(self.file.fileno())
         if now != self.stamp:
             known = self.record.get("sha256") or self.__dict__.get("sha256")
@@ -236,8 +240,8 @@ class Source:
 
     url: str  # or the path of a file or folder here
     size: int | None = None  # bytes
-    sha256: str | None = None  # in hex; None, also for the size: what the hub says
-    split: str | None = None  # that it belongs to, if the corpus comes with splits of its own
+    sha256: str | None = None  # in hex; if this and the size are None, the hub is asked
+    split: str | None = None  # where it belongs, if the corpus comes with splits of its own
 
 
 @dataclass(frozen=True)
@@ -247,12 +251,12 @@ class Recipe:
     about: str
     sources: tuple = ()
     separator: str = "\n\n"  # after every document of a parquet or JSON lines file
-    cut: int | None = None  # bytes: ends with the last document that fits whole
+    cut: int | None = None  # bytes that the corpus may have: it ends with the last document that fits whole
     size: int = 0  # bytes, about
     download: int = 0  # bytes, about
     disk: int = 0  # bytes needed while it is prepared: the corpus and its largest source
     column: str = "text"
-    origin: str | Path | None = None  # of files here, what the user named; their one source is that file or folder
+    origin: str | Path | None = None  # what the user named, if it is a file or folder here: that is the one source
 
 
 HUB = "https://huggingface.co"  # $HF_ENDPOINT may name a mirror: the hashes make any safe
@@ -534,9 +538,9 @@ def read_parquet(file, path, column):
 
 @contextmanager
 def hold(folder, wait=False):
-    """A folder for this process alone, until the block or the process ends. Its file `lock` says whose it is.
+    """Locks a folder for this process, until the block or the process ends. Its file `lock` says whose it is.
 
-    wait: for another process that has it; else raises InputError, and touches nothing. That locks fail is noted."""
+    wait: until a process that holds it ends; else that is an InputError. Where locks do not work, a note says so."""
     path = Path(folder, "lock")
     with explain(f"write {path}"):
         f = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed below
@@ -635,8 +639,8 @@ def build(path, recipe, record, read):
 
 
 def prepare(path, recipe, read, verify=False):
-    """Makes the corpus of a recipe in path, unless it is there, whole, by size and time, or hash. Returns its record.
-    read: a function of a source, its path and {why: names} of what it leaves out, that yields texts."""
+    """Makes the corpus of a recipe in path, unless it is there whole, by its size and time or its hash. Returns its
+    record. read(source, its path, {why: names} to which it adds what it leaves out) yields texts."""
     folder, record = path.parent, read_record(path, recipe)
     if not record["sha256"]:
         with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
@@ -745,7 +749,7 @@ def encode_blocks(file, size, path, begin):
 
 
 def tokenize(corpus, verify=False):
-    """The corpus in GPT-2's tokens, prepared as it was; split by split if it has its own."""
+    """The corpus in GPT-2's tokens, prepared in a folder of its own; split by split if it has its own splits."""
     splits = corpus.record.get("splits") or {"": [0, len(corpus.tokens)]}
 
     def read(source, _, left_out):
@@ -771,9 +775,9 @@ def check_tokens(path):
     for begin in range(0, size // 2, 1 << 22):
         counts += np.bincount(np.fromfile(path, "<u2", 1 << 22, offset=2 * begin), minlength=1 << 16)
     seen = counts.nonzero()[0] if size > 1 else counts[:1]
-    text = (seen & 255).min() >= 9 and (seen >> 8).min() >= 9  # which has no control characters
-    other = seen[-1] >= GPT2_VOCAB or seen[-1] < 256 or len(seen) == 1  # numbers of 1 byte, zeros, ...
-    if size % 2 or text or other or counts[0] * 8 > size:  # a fourth is 0: numbers of 4 bytes
+    text = (seen & 255).min() >= 9 and (seen >> 8).min() >= 9  # pairs of characters: neither is a control character
+    other = seen[-1] >= GPT2_VOCAB or seen[-1] < 256 or len(seen) == 1  # too large; single bytes; all the same
+    if size % 2 or text or other or counts[0] * 8 > size:  # more than a quarter is 0: numbers of 4 bytes
         numbers = f"it has {size:,} bytes, numbers from {seen[0]} to {seen[-1]}"
         raise InputError(f"{path} is no file of GPT-2's tokens, little-endian uint16: {numbers}")
 
@@ -800,7 +804,7 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     left_out = "; ".join(f"{why}: {names}" for why, names in first.items())
     with explain(f"read {path}"):
         if not path.stat().st_size:
-            raise InputError(f"{name_or_path} holds no text to train on (left out: {left_out or 'nothing'})")
+            raise InputError(f"{name_or_path} holds nothing to train on" + f" (left out: {left_out})" * bool(left_out))
         ready = path.suffix.lower() == ".tokens" and not recipe
         if ready and tokens != "gpt2":
             raise InputError(f"{path} holds GPT-2's tokens, as its name says: add --tokens gpt2")

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 import hmamba
 import htransformer
 import pam
-from data import GPT2_VOCAB, InputError, Parser, codec, command_line, explain, hash_file, note, progress, replace_file
+from data import (GPT2_VOCAB, InputError, Parser, codec, command_line, explain, hash_file, is_out_of_memory, note,
+                  one_line, progress, replace_file)  # fmt: skip
 from report import markdown
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
@@ -194,8 +195,8 @@ def missing(model_class):
 
 
 def step_faults(model_class, config, device="cpu", checkpointing=False):
-    """What a training step of 1 x 8 tokens shows to be wrong, and a text in pieces if the class is a file's: [] or [fault].
-    It is taken on a copy with at most 4 layers; the random numbers go on as if it had not been."""
+    """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens and, if it
+    is of a file, reads a text in pieces. The random numbers go on as if nothing had been."""
     x = torch.arange(8, device=device)[None] % config.V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
         try:
@@ -219,7 +220,7 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
                 fault = "in pieces, with the state carried on, a text has other logits"
                 torch.testing.assert_close(pieces, whole, rtol=0.01, atol=0.01, msg=fault)
         except Exception as e:  # whatever a model does
-            if isinstance(e, MemoryError) or "allocate" in str(e):
+            if is_out_of_memory(e):
                 raise
             return [reason(e)]
     return []
@@ -230,7 +231,7 @@ def reason(e):
     frames = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename in FILES]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     kind = "" if isinstance(e, (ValueError, AssertionError)) else f"{type(e).__name__}: "
-    return f"{kind}{' '.join(str(e).split())[:200]}{where}"
+    return f"{kind}{one_line(e)}{where}"
 
 
 def params_table(spec, size, seq):
@@ -272,8 +273,8 @@ def save_checkpoint(path, meta, model, optimizer, step, best, keep=None):
 
 
 def read_checkpoint(path, names=("best.pt", "last.pt", "prev.pt")):
-    """The dict that save_checkpoint wrote, on the CPU, with "meta" decoded. `path` is a file, or a run folder: there the
-    first of `names` that is whole, with a warning for each that is not. Raises InputError if none is."""
+    """The dict that save_checkpoint wrote, on the CPU, with "meta" decoded. `path` is a file, or a run folder: then it
+    is the first of `names` there that is whole, with a warning for each that is not. Raises InputError if none is."""
     path = Path(path)
     files = [path / name for name in names if (path / name).exists()] if path.is_dir() else [path]
     if not files:
@@ -316,8 +317,7 @@ def build(checkpoint, device="cpu"):
         with torch.no_grad():
             model.to(device)(torch.zeros(1, 8, dtype=torch.int64, device=device))
     except (TypeError, ValueError, RuntimeError) as e:
-        raise InputError(f"{checkpoint['path']} does not fit this version of the models, or cannot be run here: "
-                         f"{reason(e)}") from None  # fmt: skip
+        raise InputError(f"{checkpoint['path']} does not fit this version, or cannot run here: {reason(e)}") from None
     return model
 
 
@@ -434,7 +434,7 @@ def main():
     for name, (default, _, _, what) in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
-    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class, if the run's model is a file's")
+    parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class, if a file of yours has it")
     args = parser.parse_args()
     for name, (_, least, most, _) in numbers.items():
         if not least <= getattr(args, name) <= most:

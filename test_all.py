@@ -1888,6 +1888,7 @@ FAULTS = [  # what is made at the path x, the command line, what the message has
     (None, [""], "no corpus ''"),
     (None, ["/dev/zero"], "no regular file"),
     (None, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
+    (lambda x: x.touch(), ["x"], "error: x holds nothing to train on\n"),
     (lambda x: write_tree(x, {".h": text(9000), ".git/a": text(9000)}), ["x"], "train on (left out: hidden: .git, .h)"),
     (lambda x: x.write_bytes(text(2000)), ["x"], "257 bytes, the shortest has 100; bring 5,140 in all"),
     # "x-secret" begins with "x", yet is not in it

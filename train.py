@@ -6,7 +6,7 @@
     python train.py --lr 1e-3,2e-3,4e-3 --out SWEEP            three peak rates; the same command goes on with a sweep
     torchrun --nproc_per_node 4 train.py --data FILE --size 253m       the paper's size and protocol on four GPUs
     python train.py --resume runs/hmamba-stdlib-tiny-s1        goes on where a stopped run left off
-    python train.py --out RUN                                  begins RUN, or goes on with it: for what restarts by itself
+    python train.py --out RUN                                  begins RUN, or goes on with it: for jobs that restart
     python train.py --init_from RUN --data FOLDER              fine-tuning: a new run from the weights of another
     python train.py --resume RUN --eval_only --split test      loss of its best checkpoint; with --data, on other data
     python train.py --task mod3                                state tracking: hands over to tasks.py and its flags
@@ -17,7 +17,6 @@ and table 4. Losses are in nats per token; divided by ln 2 they are bpc, bits pe
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
@@ -27,7 +26,7 @@ import signal
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -58,8 +57,8 @@ PROTOCOLS = {
              "schedule": "cosine", "dtype": "bfloat16", "checkpointing": True,
              "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4; D: 20 x 256
 }  # fmt: skip
-# PAM table 2: epochs in place of steps. Each is evaluated at its end and three times before, which the paper leaves open,
-# as it does the end of the cosine: 0, and the betas: AdamW's own.
+# PAM table 2: epochs in place of steps. The paper leaves open when to evaluate (here four times an epoch, last at its
+# end), where the cosine ends (0), and the betas (AdamW's defaults).
 PAM_PROTOCOL = {"epochs": 10, "batch": 8, "micro": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0, "warmup": 500,
                 "schedule": "cosine", "dtype": "float32", "checkpointing": False, "eval_seqs": 512, "ckpt_every": 1000,
                 "sample_every": 5000}  # fmt: skip
@@ -91,7 +90,7 @@ class Settings:
     model: str = flag("hmamba", "model spec NAME[:key=value...] or FILE.py:CLASS[:key=value...]")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or GPT-2's BPE (default: bytes; gpt2: wikitext103, .tokens files)", choices=TOKENS)
-    column: str = flag(None, "what holds the text of parquet and JSON lines files (default: text); '': bytes of any file")
+    column: str = flag(None, "holds the text of parquet and JSON lines files (default: text); '': bytes of any file")
     size: str = flag(None, "tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order")
     steps: int = flag(None, "optimizer steps of the schedule", int)
@@ -113,7 +112,7 @@ class Settings:
     log_every: int = flag(10, "steps between log lines of the training loss", int)
     ckpt_every: int = flag(None, "steps between checkpoints", int)
     sample_every: int = flag(None, "steps between generated texts in the log (default: none; 5m to 100m: 5000)", int)
-    out: str = flag(None, "folder of a run, or of a sweep's runs: begins them, or goes on (default: a new one in runs/)")
+    out: str = flag(None, "folder of a run, or of a sweep: begins it, or goes on with it (default: a new one in runs/)")
     resume: str = flag(None, "go on with the run of this folder or checkpoint")
     init_from: str = flag(None, "begin with the weights of this run folder or checkpoint; its model, size and tokens "
                                 "unless others are given")  # fmt: skip
@@ -123,13 +122,13 @@ class Settings:
 
 
 def parse_flags():
-    """Only the flags that were given, {name: value}; of those in LISTS the list of its values."""
-    columns = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM_PROTOCOL}
-    rows = {"": columns} | {key: [p.get(key, "-") for p in columns.values()] for key in PROTOCOLS["tiny"] | PAM_PROTOCOL}
+    """{name: value} of the flags that were given; for those in LISTS a list of values."""
+    sizes = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM_PROTOCOL}
+    rows = {"": sizes} | {key: [p.get(key, "-") for p in sizes.values()] for key in PROTOCOLS["tiny"] | PAM_PROTOCOL}
     table = "\n".join(f"  {key:14}" + "".join(f"{value!s:>12}" for value in row) for key, row in rows.items())
     lists = "X,...: a value, or a list of values with commas between them; then there is a run for each combination."
     parser = Parser(description=__doc__, epilog=f"{lists}\n\ndefaults by size:\n{table}")
-    for f in dataclasses.fields(Settings):
+    for f in fields(Settings):
         kind, default = f.metadata["type"], "by size" if f.name in rows and f.default is None else f.default
         text = f.metadata["help"]
         text += f" (default: {default})" if default and "(default" not in text else ""
@@ -190,7 +189,7 @@ def resolve(flags, device):
 
 def check(s):
     """Raises InputError for settings of a run that are impossible."""
-    for f in dataclasses.fields(s):
+    for f in fields(s):
         value = getattr(s, f.name)
         if f.metadata["type"] is int and value is not None and not 1 <= value <= 10**9:
             raise InputError(f"--{f.name} {value} must be at least 1, at most 10^9")
@@ -250,7 +249,7 @@ def sum_over_ranks(value):
 
 
 def broadcast_from_rank0(make):
-    """make() on rank 0, its result on every rank. An InputError of rank 0 ends the others without a word of their own."""
+    """make() on rank 0, its result on every rank. An InputError of rank 0 ends the others silently."""
     try:
         box = [make() if rank == 0 else None]
     except InputError as e:
@@ -318,7 +317,7 @@ def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
 
 
 def new_model(s, vocab_size):
-    """(model, origin) with random weights, or those that --init_from names; origin: what the log says of these, or None."""
+    """(model, None), or with the weights that --init_from names (model, what the log says of their origin)."""
     model_class, config = sample.parse_spec(s.model, s.size, vocab_size)
     model = model_class(config)
     if not s.init_from:
@@ -338,14 +337,14 @@ class Diverged(InputError):
 
 
 class Run:
-    """A run of one model: what its steps change and its checkpoints hold. The caller holds the folder."""
+    """One model in training: what its steps change and its checkpoints hold. The caller has locked the folder."""
 
     def __init__(self, s, corpus, device, folder, checkpoint):
         self.s, self.corpus, self.device, self.folder = s, corpus, device, folder
         self.end, self.per_epoch = s.stop_at or s.steps, data.epoch_steps(corpus, s.seq, s.batch)
-        self.seconds, self.window_s = deque(maxlen=max(10, s.log_every)), 0.0  # of the last steps; of a window evaluated
-        self.val_windows = data.num_windows(corpus.split("val"), s.seq)
-        self.drawn = time.monotonic()  # when curve.png was
+        self.seconds = deque(maxlen=max(10, s.log_every))  # of the last steps
+        self.val_windows, self.window_s = data.num_windows(corpus.split("val"), s.seq), 0.0  # seconds to evaluate one
+        self.drawn = time.monotonic()  # when curve.png was drawn
         torch.manual_seed(int(s.seeds))
         if checkpoint:
             self.model, origin = sample.build(checkpoint, device), checkpoint["meta"].get("origin")
@@ -362,8 +361,8 @@ class Run:
         self.saved = self.step if Path(was["path"]).name == "last.pt" else None  # None: there is no sound last.pt
         self.start = time.monotonic() - was["meta"]["time_s"]
         self.meta = {
-            "spec": s.model, "size": s.size, "config": dataclasses.asdict(self.model.config),
-            "settings": dataclasses.asdict(s), "data": broadcast_from_rank0(corpus.summary), "origin": origin,
+            "spec": s.model, "size": s.size, "config": asdict(self.model.config),
+            "settings": asdict(s), "data": broadcast_from_rank0(corpus.summary), "origin": origin,
         }  # fmt: skip
         self.open_log(checkpoint, weight_decay=decay_groups, optimizer={"betas": betas, "decay": decay, "clip": CLIP})
         if s.compile:
@@ -389,7 +388,7 @@ class Run:
             self.log.write("header", 0, 0, **what, params=params, flops_per_token=self.model.flops_per_token(s.seq),
                            **optimizer, **ran)  # fmt: skip
         begun = f"; begun from {origin['path']}, step {origin['step']}" if origin else ""
-        disk = params["total"] * (3 * 12 + 4)  # last.pt, prev.pt and the one being written; best.pt has no optimizer state
+        disk = params["total"] * (3 * 12 + 4)  # last.pt, prev.pt and the one being written; best.pt has weights alone
         print_rank0(f"{self.folder}: {params['total']:,} parameters on {self.device}, {self.corpus.name} "
                     f"{len(self.corpus.tokens):,} tokens, {s.steps} steps of {s.batch * s.seq:,} tokens; checkpoints "
                     f"take up to {disk / 1e6:,.0f} MB{begun}")  # fmt: skip
@@ -398,7 +397,7 @@ class Run:
         self.log.write(event, self.step, self.step * self.s.batch * self.s.seq, **values)
 
     def save(self, name):
-        """best.pt, or last.pt: that has the optimizer's state, and the one before it becomes prev.pt, if it was sound."""
+        """Writes best.pt, or last.pt with the optimizer's state; the one before becomes prev.pt, if it was sound."""
         last = name == "last.pt"
         if rank == 0:
             self.log.sync()  # or after a power cut the log could end before its checkpoint
@@ -409,7 +408,7 @@ class Run:
             self.saved = self.step
 
     def validate(self):
-        """On the fixed windows. Keeps the best checkpoint, and draws the curve now and then."""
+        """Evaluates on the fixed windows. Keeps the best checkpoint, and draws the curve now and then."""
         s, begin = self.s, time.monotonic()
         loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device, s.eval_seqs)
         self.val_loss, self.window_s = loss, (time.monotonic() - begin) * s.seq / n_tokens
@@ -422,14 +421,14 @@ class Run:
             self.draw()
 
     def draw(self):
-        self.drawn = math.inf  # after a fault: at the end alone
+        self.drawn = math.inf  # if drawing fails, it is tried again at the end alone
         if rank == 0:
             with extra("curve.png"):
                 report.plot_curves(*report.group_runs([report.read_log(self.folder)])[0], self.folder / "curve.png")
                 self.drawn = time.monotonic()
 
     def update(self):
-        """One step of the optimizer. Returns numbers for the log, the gradient norm of each layer, and whether to stop."""
+        """One step of the optimizer. Returns numbers for the log, the layers' gradient norms, and whether to stop."""
         s, model, local = self.s, self.model, self.s.batch // world
         lr, windows = learning_rate(self.step, s), data.num_windows(self.corpus.split("train"), s.seq)
         for group in self.optimizer.param_groups:
@@ -472,12 +471,12 @@ class Run:
         """The loss over the whole validation split, and the extras: a sample and a figure."""
         s = self.s
         if self.val_windows > s.eval_seqs:
-            print_rank0(f"now the whole validation split, {self.val_windows:,} windows instead of {s.eval_seqs:,}: the loss "
-                        f"may jump; about {self.val_windows * self.window_s:.0f} s")  # fmt: skip
+            print_rank0(f"now the whole validation split, {self.val_windows:,} windows instead of {s.eval_seqs:,}: the "
+                        f"loss may jump; about {self.val_windows * self.window_s:.0f} s")  # fmt: skip
         loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device)
         self.check_finite(loss)
-        print_rank0(f"validation {loss / math.log(2):.3f} {report.unit(s.tokens)} ({loss:.4f} nats) over the whole split "
-                    f"after {self.step} steps, {self.folder}")  # fmt: skip
+        print_rank0(f"validation {loss / math.log(2):.3f} {report.unit(s.tokens)} ({loss:.4f} nats) over the whole "
+                    f"split after {self.step} steps, {self.folder}")  # fmt: skip
         self.write("final", val_loss=loss, split="val", n_tokens=n_tokens, best=self.best)
         self.draw()
         if rank == 0:
@@ -494,7 +493,7 @@ class Run:
                 print_rank0(report.epochs_table([report.read_log(self.folder)]))
 
     def speed(self):
-        """Of the last steps, for the log; and the time to the end: steps, validations, and the last one on the whole split."""
+        """The speed of the last steps, for the log; and the time to the end, with the validations to come."""
         s, step_s, steps, n = self.s, fmean(self.seconds), self.end - self.step, self.val_windows
         speed = {"tok_s": round(s.batch * s.seq / step_s, 1)}
         if self.peak_flops:
@@ -513,8 +512,9 @@ def train(s, corpus, device, folder, checkpoint, again):
         run.validate()
         run.save("last.pt")  # from here on the run can be resumed
     first, stop = run.step + 1, False
-    bar = data.progress(total=run.end, initial=run.step, unit_scale=False, leave=True, disable=bool(rank) or None,
-                        dynamic_ncols=True, bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]")  # fmt: skip
+    bar = data.progress(
+        total=run.end, initial=run.step, unit_scale=False, leave=True, disable=bool(rank) or None, dynamic_ncols=True,
+        bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]")  # fmt: skip
     while run.step < run.end and not stop:
         begin = time.perf_counter()
         numbers, layers, stop = run.update()
@@ -531,11 +531,12 @@ def train(s, corpus, device, folder, checkpoint, again):
         if evaluates:
             run.write("grad", layers=[norm.item() for norm in layers])
             run.validate()
-        shown = f"train {numbers['loss'] / math.log(2):.3f} val {run.val_loss / math.log(2):.3f} {report.unit(s.tokens)} "
-        shown += f"{speed['tok_s']:,.0f} tok/s" + (f" MFU {speed['mfu']:.1%}" if "mfu" in speed else "") + f"  ETA {left}"
+        bits, mfu = numbers["loss"] / math.log(2), f" MFU {speed['mfu']:.1%}" if "mfu" in speed else ""
+        shown = f"train {bits:.3f} val {run.val_loss / math.log(2):.3f} {report.unit(s.tokens)} "
+        shown += f"{speed['tok_s']:,.0f} tok/s{mfu}  ETA {left}"
         bar.set_postfix_str(shown, refresh=False)
         bar.update()
-        if bar.disable and (evaluates or run.step == first + 2):  # no terminal; the third step, for the time that it tells
+        if bar.disable and (evaluates or run.step == first + 2):  # no terminal; the third step has the first sound ETA
             print_rank0(f"step {run.step}/{run.end}  {shown}")
         if run.step % s.ckpt_every == 0 or run.step == run.end or stop:
             run.save("last.pt")
@@ -552,8 +553,8 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
     """Prints the loss of a checkpoint over a whole split, and logs it beside the checkpoint as an "eval" event."""
     path, step = Path(checkpoint["path"]), checkpoint["step"]
     loss, n_tokens = evaluate(sample.build(checkpoint, device), corpus, s.split, s, device)
-    print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} {report.unit(s.tokens)} "
-                f"over {n_tokens:,} tokens of {corpus.name}")  # fmt: skip
+    print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} "
+                f"{report.unit(s.tokens)} over {n_tokens:,} tokens of {corpus.name}")  # fmt: skip
     if rank == 0:
         with extra("log of this result"), data.hold(path.parent):
             report.read_log(path.parent)  # nothing is added to what is no log of ours
@@ -568,7 +569,7 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
 
 @dataclass
 class Job:
-    """A run to do: a new one, one that goes on, or one to evaluate."""
+    """A run to begin, to go on with, or to evaluate."""
 
     s: Settings
     folder: Path | None = None
@@ -577,7 +578,7 @@ class Job:
 
 
 def list_jobs(given, device):
-    """The runs that the flags ask for, one for each combination of the lists, their settings judged."""
+    """The runs that the flags ask for, one for each combination of the lists, with checked settings."""
     if "init_from" in given:
         origin = sample.read_checkpoint(given["init_from"])
         saved = origin["meta"]["settings"]
@@ -603,7 +604,8 @@ def open_run(flags, path):
     for key, value in flags.items():
         names_class = key == "model" and ".py:" in value and value == sample.split_spec(spec)[0]
         if key not in MAY_CHANGE and value != saved.get(key) and not names_class:
-            raise InputError(f"--{key} {value} differs from this run's {saved.get(key)} ({path}): drop it, or begin another")
+            was = saved.get(key)
+            raise InputError(f"--{key} {value} differs from this run's {was} ({path}): drop it, or begin another")
     if not (evaluates or checkpoint["optimizer"]):
         raise InputError(f"{file} holds no optimizer state; resume from last.pt")
     try:
@@ -614,8 +616,8 @@ def open_run(flags, path):
 
 
 def judge(job, corpus, device, given, several):
-    """The job with its folder, and what is there to go on with; epochs as steps. Raises InputError for whatever would end
-    the run and can be known before there is a folder: of the last one of a sweep it would be told hours later."""
+    """The job with its folder, the checkpoint there, if any, and its epochs as steps. Raises InputError now for what
+    would end the run later: the last run of a sweep would fail after hours."""
     if not job.checkpoint:
         folder = Path(given.get("out", "runs"))
         if several or "out" not in given:
@@ -647,14 +649,14 @@ def judge(job, corpus, device, given, several):
         try:
             torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
         except Exception as e:  # the compilers raise many kinds
-            raise InputError(f"cannot compile here ({data.one_line(e)}): install a compiler, or drop --compile") from None
+            raise InputError(f"cannot compile here ({data.one_line(e)}): add a compiler, or drop --compile") from None
     if s.init_from and not was:
         new_model(s, corpus.vocab_size)
     return job
 
 
 def open_folder(job, named, held):
-    """The folder of a job, made if need be, and held until `held` closes. A default name that exists gets -2, -3, ..."""
+    """Makes the folder of a job, and locks it until `held` closes. A default name that exists gets -2, -3, ..."""
     folder, n = job.folder, 1
     while folder.exists() and not (named or job.checkpoint):
         n += 1
@@ -688,11 +690,11 @@ def run(given):
         raise InputError(f"{corpus.path} is another text here than on rank 0")
     done, diverged = [], []
     for job in jobs:
-        s, path = job.s, job.checkpoint and job.checkpoint["path"]
+        s, was, path = job.s, job.checkpoint, job.checkpoint and job.checkpoint["path"]
         if s.eval_only:
             return evaluate_checkpoint(s, corpus, device, sample.read_checkpoint(path))
         if job.complete:
-            print_rank0(f"{path} is at step {job.checkpoint['step']} of {s.stop_at or s.steps} already: nothing is left to do")
+            print_rank0(f"{path} is at step {was['step']} of {s.stop_at or s.steps} already: nothing is left to do")
             done.append(job.folder)
             continue
         broadcast_from_rank0(corpus.check_unchanged)
@@ -722,7 +724,7 @@ def main():
     try:
         run(given)
     except (InputError, MemoryError, RuntimeError) as e:
-        if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and re.search("out of memory|allocate", str(e)):
+        if data.is_out_of_memory(e):
             e = InputError("out of memory: set --checkpointing, lower --micro (same result) or --seq")
         if rank and isinstance(e, InputError) and not isinstance(e, Diverged):
             data.note(f"error on rank {rank}: {e}")
