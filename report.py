@@ -51,8 +51,7 @@ class Log:
         self.path, self.start, self.active = folder / "log.jsonl", start, active
         if keep is not None and active and self.path.exists():
             kept = [e for e in read_log(self.path) if e["step"] <= keep and e["event"] not in ("final", "sample")]
-            with explain(f"write {self.path}"):
-                replace_file(self.path, lambda f: f.write("".join(json.dumps(e) + "\n" for e in kept).encode()))
+            write_log(self.path, kept)
         elif active and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             self.path.write_text(self.path.read_text(errors="replace") + "\n")  # after a line that a kill cut short
 
@@ -67,6 +66,14 @@ class Log:
         """What was written is on the disk when this returns."""
         with explain(f"write {self.path}"), open(self.path, "a") as f:
             os.fsync(f.fileno())
+
+
+def write_log(path, events):
+    """A whole log.jsonl, in a folder that is made if need be."""
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    with explain(f"write {path}"):
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, lambda f: f.write(text.encode()))
 
 
 def run_name(*parts):
@@ -205,19 +212,15 @@ def mean_ratio(both):
 
 
 def ratio_text(both, sign="="):
-    """Of mean_ratio; sign: ">" if the ratio is at least that, "<" if at most, "" if nothing is known."""
+    """mean_ratio as a text. sign: of step_ratio."""
     if sign != "=":
         return f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-"
     mean, ends = mean_ratio(both)
     return f"{mean:.2f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
 
 
-def difference_text(both):
-    """The mean of x - y over pairs (x, y), +- half of its 95 % interval."""
-    return interval_text([x - y for x, y in both], "+")
-
-
 def interval_text(values, sign=""):
+    """Mean +- half of its 95 % interval."""
     mean, half = mean_interval(values)
     return f"{mean:{sign}.3f}" + ("" if half is None else f" +- {half:.3f}")
 
@@ -480,7 +483,7 @@ def reference(label, labels):
 
 
 def panels(models):
-    """{title: {label: runs}}: a panel for each family if all of them are pairs of a paper, else one of all."""
+    """{title: {label: runs}}: a panel for each family if each is a paper's and has several models, else one for all."""
     found = {}
     for label, runs in models.items():
         found.setdefault(FAMILIES.get(family(label)), {})[label] = runs
@@ -489,7 +492,7 @@ def panels(models):
 
 
 def run_labels(logs):
-    """The runs' names: the model, and its rate if that model was run at several."""
+    """The labels of runs: the model, and its learning rate if that model has several."""
     rates, settings = {}, [events[0]["settings"] for events in logs]
     for s in settings:
         rates.setdefault(s["model"], set()).add(s["lr"])
@@ -539,7 +542,7 @@ def warmup_end(shared):
 
 
 def targets(models):
-    """Losses, falling: those of TARGETS that a run reaches, and for each panel the tenth of a bit that all reach."""
+    """Losses, falling: those of TARGETS that a run reaches, and of each panel the lowest tenth that all runs reach."""
     found = set()
     for members in panels(models).values():
         curves = [curve(events)[1] for runs in members.values() for events in runs.values()]
@@ -550,10 +553,9 @@ def targets(models):
 
 
 def step_ratio(runs, others, target):
-    """The steps of one model to a loss over another's, over the seeds of both: ([(steps, the other's)], sign).
-
-    sign: "="; or where runs of one model do not reach it, and their last steps stand for them, ">", the ratio is at
-    least that, or "<", at most; or "", if nothing follows."""
+    """([(steps of one model to a loss, steps of another)] over the seeds of both, sign of their ratio). A run that does
+    not reach the loss counts with its last step. sign: "=" if all reach it; ">" if only the first model misses it, as
+    the ratio is then at least that; "<" if only the second does; "" if nothing follows."""
     seeds, steps, missed = [seed for seed in runs if seed in others], [], []
     for of in (runs, others):
         found = [steps_to_target(of[seed], target) for seed in seeds]
@@ -651,7 +653,8 @@ def training_tables(shared, models):
                  "Above 1: the second is faster. Geometric means. > and <: runs do not reach the loss, their last step "
                  "stands for them, and the ratio is a bound."),
         markdown(["pair", f"at step {warm:.0f}, {what}", f"at step {budget}, the budget", "there, whole split",
-                  "mean of all evaluations but the first"], by_pair(models, "-", difference_text, gaps),
+                  "mean of all evaluations but the first"],
+                 by_pair(models, "-", lambda both: interval_text([x - y for x, y in both], "+"), gaps),
                  f"#### Gap in validation loss, {loss}", "Above 0: the second leads."),
         markdown(["model", "fixed windows", "whole split"], by_model(models, ends),
                  f"#### Validation loss at the budget, {loss}"),
@@ -679,7 +682,7 @@ def lines_of(models, points, **look):
 
 
 def late_range(lines):
-    """Limits for losses: of all but the first fall, from 8 bits a byte, which would take most of the height."""
+    """Limits of an axis of losses: without the first fall from 8 bits a byte, which would take most of the height."""
     late = [y for _, curves in lines for _, losses in curves for y in losses[len(losses) // 5 :]]
     return min(late) - 0.1, max(late) + 0.1
 
@@ -791,8 +794,7 @@ def differences(groups):
     return [{key: s.get(key) for key in differ} for s in settings]
 
 
-def told(values, *hidden):
-    """Of `differences`, as a text."""
+def settings_text(values, *hidden):
     return ", ".join(f"{key} {value}" for key, value in values.items() if key not in hidden)
 
 
@@ -805,8 +807,8 @@ def training_report(logs):
         if not any(pairs(models, curve) for _, models in groups):
             text[0] += " No ratios and no gaps: they would compare these settings, not models."
     for (shared, models), values in zip(groups, differ):
-        kinds.append((told(values), shared, models))
-        text += [f"### {told(values)}"] * bool(values) + [training_tables(shared, models)]
+        kinds.append((settings_text(values), shared, models))
+        text += [f"### {settings_text(values)}"] * bool(values) + [training_tables(shared, models)]
         members = [events for runs in models.values() for events in runs.values()]
         if len(models) > len({events[0]["settings"]["model"] for events in members}):
             drawn = {"rates": plot_rates}
@@ -846,7 +848,7 @@ def plot_forest(folders, path):
     for folder, groups in ((folder, group_runs(logs)) for folder, logs in folders.items()):
         for (shared, models), values in zip(groups, differences(groups)):
             name = f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}"
-            name = "; ".join(filter(None, [name, told(values, "size", "steps", "schedule", "warmup")]))
+            name = "; ".join(filter(None, [name, settings_text(values, "size", "steps", "schedule", "warmup")]))
             for label, other, _ in pairs(models, curve):
                 ratios = [step_ratio(models[label], models[other], goal) for goal in targets(models)]
                 found.setdefault(name, {})[label, other] = [ratio for ratio in ratios if ratio[1]]
@@ -943,8 +945,7 @@ def crossing(first, second, freedom):
 
 
 def power_laws(groups):
-    """{quantity: {model: ([N], [y], [sigma_log10], power_law, its slope as a text)}} of the models with finished runs of
-    several sizes."""
+    """Of models with runs of several sizes: {quantity: {model: ([N], [y], [sigma_log10], power_law, slope's text)}}."""
     found = {}
     for label, runs in (item for _, models in groups for item in models.items()):
         model, options, _ = split_label(label)
@@ -1053,7 +1054,7 @@ def task_tables(logs):
                 both = [(runs[seed], models[other][seed]) for seed in runs if seed in models[other]]
                 if len(both) > 1:
                     both = [(accuracies(ours), accuracies(theirs)) for ours, theirs in both]
-                    cells = [difference_text([(a[n], b[n]) for a, b in both]) for n in lengths]
+                    cells = [interval_text([a[n] - b[n] for a, b in both], "+") for n in lengths]
                     paired.append([task, f"{model} - {other}", len(both), *cells])
             for seed, events in runs.items():
                 for block, ((zero, sure0), (one, sure1)) in enumerate(events[-1].get("theta", ()), 1):
@@ -1135,15 +1136,11 @@ def task_figures(groups):
     return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": dynamics}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def find_logs(run):
     """What a RUN on the command line names: a log, a run folder, or all in a folder of these."""
     path = Path(os.path.expanduser(run))
-    if not path.is_dir() or (path / "log.jsonl").exists():
-        return [path]
-    return sorted(path.glob("*.jsonl")) or sorted(path.glob("*/log.jsonl")) or [path]
+    below = [] if (path / "log.jsonl").exists() else sorted(path.glob("*.jsonl")) or sorted(path.glob("*/log.jsonl"))
+    return below or [path]
 
 
 def main():
@@ -1169,7 +1166,10 @@ def main():
         folders = {Path(run).resolve().name: [*of_run.values()] for run, of_run in found.items()}
         text, figures = "", {target.name: partial(plot_forest, folders)}
     else:
-        text, figures = (task_tables(logs), task_figures(group_tasks(logs))) if of_tasks else training_report(logs)
+        try:
+            text, figures = (task_tables(logs), task_figures(group_tasks(logs))) if of_tasks else training_report(logs)
+        except KeyError as e:
+            raise InputError(f"a log lacks {e}: it is of another version of train.py or tasks.py") from None
     if one_figure and not args.forest:
         ours = f"plot_{target.stem.partition('-')[0]}" in globals()  # a name of ours, or one of the user's own
         name = f"{target.stem}.png" if ours or of_tasks else "curves.png"

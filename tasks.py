@@ -13,7 +13,7 @@ dyck1        brackets; 1 as long as the prefix can be completed, 0 from the firs
              length 16, 58 % at 64. The paper says "balanced" and no more
 dyck1-iid    all drawn freely: 29 % and 17 %
 s3           not in the paper: six symbols, the permutations of three things; their product so far. Its order matters
-yours         --task FILE.py:NAME, a `Task` of that file; a target NOT_SCORED takes no part
+yours        --task FILE.py:NAME, a `Task` of that file; a target NOT_SCORED takes no part
 An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the mean over positions and 1,000 sequences.
 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
@@ -22,7 +22,6 @@ class of yours, is of either kind. Settings as in train.py: csp-fast:scan=printe
 command goes on where it was stopped. No two commands work in one folder.
 """
 
-import json
 import math
 import statistics
 import time
@@ -134,7 +133,7 @@ def import_task(name):
 
 
 def is_task(value):
-    """By what it has: the file's `Task` is another class if tasks.py is the program."""
+    """By its fields, not its class: if tasks.py is the program, a file that imports `Task` gets another class."""
     return all(hasattr(value, f.name) for f in fields(Task))
 
 
@@ -222,7 +221,7 @@ def losses(model, x, y, generators=None):
 @torch.no_grad()
 def accuracy(model, task, seeds, n, length, device):
     """Share of right answers among the scored positions (S,), and by position (S, length), NaN where none is scored.
-    Epoch 0, which training does not use, holds these sequences."""
+    The sequences are those of epoch 0, in which nothing is trained."""
     x, y = batches(task, seeds, n, length, (0, length), device)
     right = torch.cat([model(part).argmax(-1) for part in x.split(max(1, EVAL_SYMBOLS // length), 1)], 1) == y
     scored = y != NOT_SCORED
@@ -231,7 +230,6 @@ def accuracy(model, task, seeds, n, length, device):
 
 def update(model, optimizer, loss):
     """One step of Adam for all seeds. loss (S,). The gradient of a seed that is not finite counts as zero.
-
     Returns the gradient norms before clipping, (S,)."""
     optimizer.zero_grad()
     loss.sum().backward()
@@ -355,8 +353,7 @@ def is_finished(out, s):
     path = log_path(out, s)
     if not path.exists():
         return False
-    events = report.read_log(path)
-    files = file_hashes(s)
+    events, files = report.read_log(path), file_hashes(s)
     before, now = events[0]["settings"] | events[0].get("files", files), asdict(s) | files
     if before != now:
         changed = "; ".join(f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k])
@@ -376,10 +373,7 @@ def run_group(group, out, device):
     with suppress(OSError):  # other runs are to follow
         print(text, flush=True)
     for s, events in zip(group, trained):
-        path, text = log_path(out, s), "".join(json.dumps(event) + "\n" for event in events)
-        with data.explain(f"write {path.parent}"):
-            path.parent.mkdir(exist_ok=True)
-            data.replace_file(path, lambda f, text=text: f.write(text.encode()))
+        report.write_log(log_path(out, s), events)
 
 
 def main():

@@ -4209,13 +4209,15 @@ def test_report_refuses_runs_that_do_not_belong_together(program):
     write_log("config", "hmamba", [8, 3], seeds="2", total=11)
     write_log("x", "x.py:GRU", [8, 3]), write_log("y", "y.py:GRU", [8, 3], seeds="2")
     log = Path("a/log.jsonl").read_text()
-    for name, text in {"both": 2 * log, "empty": "", "list": "[1]\n", "other": '{"event": "val", "step": 1}\n'}.items():
+    for name, text in {"both": 2 * log, "empty": "", "list": "[1]\n", "other": '{"event": "val", "step": 1}\n',
+                       "keys": log.replace('"steps"', '"x"')}.items():  # fmt: skip
         Path(name).write_text(text)
     different = "have different configurations or min_lr: name those of one"
     for argv, message in (
         (["a", "twice"], "two runs of hmamba with seed 1: name one of them"), (["a", "end"], different),
         (["a", "config"], different), (["x", "y"], different), (["both"], "both holds the logs of several runs"),
-        (["nowhere"], "cannot read the log nowhere"), *(([name], "its first line is no header") for name in (
+        (["keys"], "a log lacks 'steps'"), (["nowhere"], "cannot read the log nowhere"),
+        *(([name], "its first line is no header") for name in (
             "empty", "list", "other"))):  # fmt: skip
         code, out, err = program(report, *argv)
         assert (code, out, err.count("\n"), message in err) == (2, "", 1, True)
@@ -5140,7 +5142,7 @@ def test_extras_end_no_task(program, short_tasks, monkeypatch):
         code, out, err = program(tasks, *QUICK)
         assert (code, out) == (2, "") and f"here is in use by process {os.getpid()}" in err and err.count("\n") == 1
         assert content("here") == before
-    monkeypatch.setattr(data, "replace_file", lambda *_: os.write(-1, b""))
+    monkeypatch.setattr(report, "replace_file", lambda *_: os.write(-1, b""))
     code, out, err = program(tasks, *QUICK, "--seeds", 7)
     assert code == 2 and "rnn on mod3, seeds 7" in out and "cannot write here/rnn-mod3-s7" in err
 
@@ -5323,7 +5325,7 @@ def test_mean_interval():
     assert report.mean_interval([0.5]) == (0.5, None)
     models = {"hmamba": {"1": 1.0, "2": 2.0}, "mamba": {"2": 2.6, "1": 1.5, "3": 9}}
     assert report.pairs(models, float) == [("mamba", "hmamba", [(2.6, 2.0), (1.5, 1.0)])]  # by seed, in any order
-    assert report.difference_text([(2.6, 2.0), (1.5, 1.0)]) == "+0.550 +- 0.635"  # 12.706 * 0.1 / 2, of differences
+    assert report.interval_text([2.6 - 2.0, 1.5 - 1.0], "+") == "+0.550 +- 0.635"  # 12.706 * 0.1 / 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
