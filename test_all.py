@@ -4824,8 +4824,8 @@ def test_printed_formula_fails_where_the_exact_scan_does_not():
 
 
 def test_a_model_is_trained_with_one_scan_and_tested_with_another():
-    """results/tasks-scan/crossed.py; and eps, large enough, changes what the printed formula computes."""
-    spec = sample.import_models(f"{ROOT}/results/tasks-scan/crossed.py:Crossed:scan=printed:tested=associative", (csp.Model,))
+    """results/tasks-crossed/crossed.py; and eps, large enough, changes what the printed formula computes."""
+    spec = sample.import_models(f"{ROOT}/results/tasks-crossed/crossed.py:Crossed:scan=printed:tested=associative", (csp.Model,))
     idx = torch.randint(2, (2, 3, 64), generator=torch.Generator().manual_seed(0))
 
     def scores(spec, *generators):
@@ -4839,6 +4839,19 @@ def test_a_model_is_trained_with_one_scan_and_tested_with_another():
     idx = idx[..., :12]
     far = [(scores(f"csp-fast:scan=printed:eps={eps}") - scores("csp-fast")).abs().max() for eps in (1e-9, 1e-3)]
     assert 10 * far[0] < far[1]
+
+
+def test_angles_that_count(monkeypatch):
+    """results/angles/angles.py: which block counts, until when, and that ranks of equal values are shared."""
+    monkeypatch.syspath_prepend(ROOT / "results/angles")
+    angles = importlib.import_module("angles")
+    third = 2 * math.pi / 3
+    assert angles.onset([(1.0, 0.4), (0.0, -third)], 3)[:4] == (65, 2, 1, (0, -1))
+    assert angles.onset([(math.pi, third / 2 + 0.04)], 3)[:4] == (pytest.approx(math.pi / 6 / 0.02), 1, 2, (3, 1))
+    assert angles.onset([(third, third)], 3) is None  # that counts the symbols, not the ones
+    assert angles.onset([(0.14, third + 0.14)], 3) is None  # it drifts within the length of training
+    assert angles.centred_ranks([5, 1, 5]).tolist() == [0.5, -1, 0.5]
+    assert angles.correlation([[(1, 2), (2, 4), (3, 9), (4, 5)], [(0, 8), (1, 9)]])[0] == pytest.approx(4.5 / 5.5)
 
 
 def test_complex_rnn_is_its_formula():

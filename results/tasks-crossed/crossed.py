@@ -2,7 +2,7 @@
 
 A fork beside its results. Validations during training are tests, too.
 
-    python tasks.py --task mod3 --model results/tasks-scan/crossed.py:Crossed:scan=printed:tested=associative --epochs 60
+    python tasks.py --task mod3 --epochs 60 --model results/tasks-crossed/crossed.py:Crossed:scan=printed:tested=associative
 """
 
 from dataclasses import dataclass, replace
