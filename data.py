@@ -444,6 +444,8 @@ def why_left_out(path, root, stdlib):
         if not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):  # any of the user's files
             raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
         return "link"  # what it leads to is read where it lies
+    if path.name == "tables.md":  # of report.py, which may come in between a run and its resumption
+        return "tables of runs"
     if not path.is_dir():
         return None if path.is_file() else "not a regular file"
     if path == cache_dir() or path.name == "__pycache__" or (path / "pyvenv.cfg").exists():
@@ -696,7 +698,9 @@ GPT2_VOCAB = 50257
 WIKITEXT_TOKENS = {"train": 117_920_140, "val": 247_289, "test": 283_287}  # known counts: the check of the conversion
 BLOCK = 200_000  # bytes encoded at once: longer strings are slower
 LONGEST_PIECE = 400_000  # bytes: tiktoken fails on a million blanks in a row, and takes memory for a long piece
-CUT = re.compile(r".*\S(?=[ \t\r\n])", re.DOTALL)  # up to where a blank follows: there every token ends
+# Up to where a blank follows, or punctuation a letter or number: there every token ends, whatever comes next.
+CUT = re.compile(r".*(?:\S(?=[ \t\r\n\xa0\u3000])|[^\W_](?=[!-/:-@\[-`{-~\u3001-\u3003\uff01-\uff0f\uff1a-\uff20]))",
+                 re.DOTALL)  # fmt: skip
 TOKENS = ("bytes", "gpt2")
 
 
@@ -814,7 +818,7 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     if tokens == "gpt2" and not ready:
         corpus = tokenize(corpus, verify)
     corpus.left_out = left_out
-    if left_out and os.environ.get("RANK", "0") == "0":
+    if left_out and ("TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"):
         note_once(f"{name_or_path}: left out {left_out}")
     if hasattr(mmap, "MADV_RANDOM"):  # else every window read from a cold disk drags in its whole neighbourhood
         corpus.tokens.base.madvise(mmap.MADV_RANDOM)

@@ -90,6 +90,8 @@ def configure(spec, config):
     known = [f.name for f in fields(config) if types[f.name] in READ and f.name not in ("V", "classes")]
     for pair in pairs:
         key, equals, value = pair.partition("=")
+        if key in values:
+            raise InputError(f"{spec!r} sets {key} twice")
         if key not in known or not equals:
             raise unknown(f"{name} has no setting", pair, [f"{key}=" for key in known])
         try:

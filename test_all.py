@@ -1465,7 +1465,7 @@ def test_specs_refused():
         ("gru", "unknown model 'gru'; known: hmamba, mamba, htransformer, transformer"),
         ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="),
         ("hmamba:N", "no setting 'N'"),
-        ("hmamba:N=four", "N=four is not int"),
+        ("hmamba:N=four", "N=four is not int"), ("hmamba:N=4:N=8", "sets N twice"),
         ("hmamba:N=0", "N=0 must be at least 1"),
         ("hmamba:field=quaternion", "field=quaternion is unknown; known: complex, real"),
         ("hmamba:field=real:scan=clamped", "field=complex only"),
@@ -1895,6 +1895,7 @@ FAULTS = [  # what is made at the path x, the command line, what the message has
     (lambda x: (write_tree(x.parent, {"x/a": b"", "x-secret": b""}) / "x/b").symlink_to("../x-secret"), ["x"], "b is"),
     (lambda x: write_tree(x.parent, {"cache/a": text(900)}), ["cache"], "holds prepared corpora or a run"),
     (lambda x: write_tree(x, {"log.jsonl": b'{"event": "header"}'}), ["x"], "holds prepared corpora or a run"),
+    (lambda x: write_tree(x, {"tables.md": text(900)}), ["x"], "(left out: tables of runs: tables.md)"),
     (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "(left out: gzip: a, b)"),
     (lambda x: write_tree(x, {c: b'{"b": 1}\n' * 2 for c in "abcd"}), ["x"], "without a column text: a, b, c, ...)"),
     (lambda x: write_tree(x, {"a.TOKENS": text(900)}), ["x"], "(left out: GPT-2's tokens: a.TOKENS)"),
@@ -4622,7 +4623,7 @@ def test_gpt2_without_a_network(place, program, monkeypatch):
 
 
 LINES = ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。\n", "🙂 🙂🙂\n", "a\n" + " " * 3000,
-         '{"ключ": "слово"} ', "จะอยู่ หรือไม่อยู่", "होना या न होना", "أَكون، ", "слово🙂\t"]  # fmt: skip
+         '{"ключ": "слово"} ', "จะอยู่ หรือไม่อยู่", "होना या न होना", "أَكون، ", "слово🙂\t", '{"a":1,"b":"x"},', "слово\u00a0", "生存还是毁灭，"]  # fmt: skip
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 2000])
@@ -5496,7 +5497,7 @@ def test_pages_name_what_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_short_and_plain(page):
-    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (700, 7500)}[page]
+    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (850, 8500)}[page]
     assert len(TEXTS[page].splitlines()) <= lines and len(TEXTS[page].split()) <= words
     assert [s for s in sentences(TEXTS[page]) if len(s.split()) > 25] == []
     rows = re.findall(r"^\|(.*\| \[[\w-]+\]\(results/README.md#.*)\|$", README, re.MULTILINE)  # the findings

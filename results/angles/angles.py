@@ -4,7 +4,7 @@ A block turns its state by an angle theta_k at each symbol k: n0 zeros and n1 on
 modulo m if both angles are near multiples k 2 pi / (m j), for a small whole number j, of which that sum tells n1 mod m.
 Their mean error e adds up, and after pi / (m j e) symbols, the onset, the phase is nearer to another answer.
 
-    PYTHONPATH=. python results/angles/angles.py results/tasks-crossed/csp-fast-m*.jsonl results/angles/*.jsonl
+    PYTHONPATH=. python results/angles/angles.py results/tasks-crossed/csp-fast-[mp]*.jsonl results/angles/*.jsonl
 """
 
 import argparse
@@ -21,8 +21,8 @@ WRONG = 0.9  # the measured onset is the first position with a lower accuracy
 
 
 def onset(angles, m):
-    """Of a model's blocks [(theta_0, theta_1)] the one with the latest predicted onset, at most 65: (onset, number of the
-    block from 1, j, (k_0, k_1), mean error); or None if none counts to the length of training."""
+    """Of a model's blocks [(theta_0, theta_1)] that with the latest predicted onset, at most 65: (onset, its number
+    from 1, j, (k_0, k_1), mean error); or None if none counts to the length of training."""
     found = []
     for (block, thetas), j in product(enumerate(angles, 1), range(1, FINEST + 1)):
         n, unit = m * j, 2 * math.pi / (m * j)
@@ -48,7 +48,7 @@ def centred_ranks(values):
 
 
 def correlation(groups):
-    """Spearman's rank correlation of pairs (x, y), ranked apart in each group [(x, y)], and its 95 % interval (Fisher)."""
+    """Spearman's rank correlation of pairs (x, y) in groups, each ranked by itself, with a 95 % interval (Fisher)."""
     sides = zip(*(zip(*group) for group in groups))
     x, y = (np.concatenate([centred_ranks(values) for values in side]) for side in sides)
     r, half = np.corrcoef(x, y)[0, 1], 1.96 / math.sqrt(len(x) - 3)
@@ -58,7 +58,7 @@ def correlation(groups):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+")
-    parser.add_argument("--out", default="results/angles/angles.png")
+    parser.add_argument("--out", default="results/angles/onset/onset.png")
     args = parser.parse_args()
     rows, points, shares = [], {}, []
     for path in args.logs:
@@ -85,8 +85,8 @@ def main():
     names = {"xlabel": "predicted from the angles' error", "ylabel": "measured"}
     with report.figure(args.out, title, [""], height=3.4, **names) as (ax,):
         ax.plot([TRAINED, LONGEST], [TRAINED, LONGEST], color="0.6", lw=0.8)
-        for (m, group), marker in zip(groups.items(), "o^sD"):
-            ax.plot(*zip(*group), marker, ls="", ms=5, alpha=0.6, label=f"modulus {m}")
+        for (m, group), marker, colour in zip(groups.items(), "o^sD", report.shades(len(groups))):
+            ax.plot(*zip(*group), marker, color=colour, ls="", ms=5, alpha=0.7, label=f"modulus {m}")
 
 
 if __name__ == "__main__":
