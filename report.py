@@ -492,11 +492,14 @@ def panels(models):
 
 
 def run_labels(logs):
-    """The labels of runs: the model, and its learning rate if that model has several."""
+    """The labels of runs: the model, its learning rate if that model has several, and the end of the cosine if one of
+    its rates has several."""
     rates, settings = {}, [events[0]["settings"] for events in logs]
     for s in settings:
-        rates.setdefault(s["model"], set()).add(s["lr"])
-    return [spec_label(s["model"]) + f", rate {s['lr']:g}" * (len(rates[s["model"]]) > 1) for s in settings]
+        rates.setdefault(s["model"], {}).setdefault(s["lr"], set()).add(s["schedule"] != "constant" and s["min_lr"])
+    ends = {model for model, of in rates.items() if max(map(len, of.values())) > 1}
+    return [spec_label(s["model"]) + f", rate {s['lr']:g}" * (s["model"] in ends or len(rates[s["model"]]) > 1)
+            + f" to {s['min_lr']:g}" * (s["model"] in ends) for s in settings]  # fmt: skip
 
 
 def group_runs(logs):
@@ -512,9 +515,9 @@ def group_runs(logs):
     for shared, members in groups.values():
         models = nest((label, e[0]["settings"]["seeds"], e) for label, e in zip(run_labels(members), members))
         for label, runs in models.items():
-            kinds = [(h.get("config"), *map(h["settings"].get, ("model", "min_lr"))) for h, *_ in runs.values()]
+            kinds = [(h.get("config"), h["settings"]["model"]) for h, *_ in runs.values()]
             if any(kind != kinds[0] for kind in kinds):
-                raise InputError(f"the runs of {label} have different configurations or min_lr: name those of one")
+                raise InputError(f"the runs of {label} have different configurations: name those of one")
         order = sorted(models, key=lambda label: (place.get(family(label), 9), split_label(label)[0] in COMPLEX))
         found.append((shared, {label: models[label] for label in order}))
     return found
@@ -773,7 +776,7 @@ def plot_rates(shared, models, path):
             rate, loss = events[0]["settings"]["lr"], loss_at(events, shared["steps"])
             if loss is not None:
                 rates.add(rate)
-                found.setdefault(label.partition(", ")[0], {}).setdefault(seed, {})[rate] = loss
+                found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(seed, {})[rate] = loss
     lines = {name: lines_of(members, lambda losses: tuple(zip(*sorted(losses.items()))), marker="o", ms=4)
              for name, members in panels(found).items()}  # fmt: skip
     title = caption(shared, models) + "; scales differ" * (len(lines) > 1)
@@ -908,7 +911,7 @@ def late_metric(values):
 
 def epochs_table(logs):
     """Markdown: the paper's late metric of finished runs in epochs, in nats and as perplexity, and of pairs the ratio
-    of perplexities; beside the paper's, if the tokens are its own."""
+    of perplexities, but of no model and itself; beside the paper's, if the tokens are its own."""
     models = nest((label, events[0]["settings"]["seeds"], events)
                   for label, events in zip(run_labels(logs), logs) if late_losses(events))  # fmt: skip
     s = logs[0][0]["settings"]
@@ -917,12 +920,16 @@ def epochs_table(logs):
     def perplexity(events):
         return late_metric(map(math.exp, late_losses(events)))[0]
 
-    losses = of_runs(lambda events: late_metric(late_losses(events))[0], 3, PAPER_LOSSES.get(size))
-    rows = by_model(models, [of_first("{params[total]:,}"), losses, of_runs(perplexity, 2)])
-    table = markdown(["model", "parameters", "loss, nats", "perplexity"], rows, "#### Means of the last three epochs")
-    ratio = perplexity, {"sam": PAPER_RATIOS[size]} if size in PAPER_RATIOS else {}
-    rows = by_pair(models, "/", lambda both: ratio_text([(y, x) for x, y in both]), [ratio])
-    return "\n\n".join(filter(None, [table, markdown(["pair", "perplexity of the second over the first's"], rows)]))
+    columns = [of_first("{settings[size]}"), of_first("{params[total]:,}"),
+               of_runs(lambda events: late_metric(late_losses(events))[0], 3),
+               lambda label, runs: PAPER_LOSSES.get(size, {}).get(label, "-"), of_runs(perplexity, 2)]  # fmt: skip
+    table = markdown(["model", "size", "parameters", "loss, nats", "the paper's", "perplexity"],
+                     by_model(models, columns), "#### Means of the last three epochs")  # fmt: skip
+    rows = by_pair(models, "/", lambda both: ratio_text([(y, x) for x, y in both]), [(perplexity, {})])
+    rows = [[pair, ratio, PAPER_RATIOS.get(size, "-") if pair == "sam / pam" else "-"] for pair, ratio in rows
+            if len({str(split_label(label)[:2]) for label in pair.split(" / ")}) > 1]  # fmt: skip
+    head = ["pair", "perplexity of the second over the first's", "the paper's"]
+    return "\n\n".join(filter(None, [table, markdown(head, rows)]))
 
 
 def power_law(sizes, values):

@@ -3981,6 +3981,9 @@ REPORTS = {
         ["Runs of 3 kinds, which differ in schedule, eval_seqs and are not averaged.\n\n### ", "| 0.01 | 1 |",
          "| hmamba, rate 0.01 | 10 |", "| hmamba, rate 0.02 | 1 | 16 | 18 | 20 | 37 | 50 | 55 | 60 | 2.000 | 2.000 |"],
         []),
+    "ends of the cosine": (
+        [("hmamba", [8, 3], {"min_lr": 0.0}), ("hmamba", [8, 4], {}), ("mamba", [8, 3], {"min_lr": 0.0})],
+        ["| hmamba, rate 0.01 to 0 | 3.000 ", "| hmamba, rate 0.01 to 0.001 | 4.000 ", "| mamba | 3.000 "], []),
     "begun, stopped by --stop_at, short of a target: never a number of another step": (
         [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 3, 2.5, 2.1], {"seeds": "2"}),
          ("mamba", [8, 3.1, 2.6], {"steps": 60}), ("mamba", [8, 5, 3.5, 2.9], {"seeds": "2"})],
@@ -4028,7 +4031,7 @@ def test_figures_of_any_runs(tmp_path, drawn):
         ("c", "hmamba", [8, 3, 2.5, 2.1, 2], {"total": 11}), ("d", "htransformer", [8, 3, 2, 2], {}),
         ("e", "transformer", [8, 2, 2, 2], {}), ("f", "mamba", [8, 5.5, 2.6, 2.2], {}),
         ("g", "mamba", [8, 3, 2.5, 2.1], {"tokens": "gpt2"}), ("h", "hmamba:field=real", [8, 3, 2.5, 2.1], {}),
-        ("i", "hmamba", [8, 3, 2.5, 2.1], {"lr": 0.02}),
+        ("i", "hmamba", [8, 3, 2.5, 2.1], {"lr": 0.02}), ("k", "hmamba", [8, 3, 2.5, 2.0], {"min_lr": 0.0}),
         ("j", "hmamba", [8, 3, 2.5, 2.1], {"init_from": "/of/A tiny/best.pt"})):  # fmt: skip
         write_log(tmp_path / name, model, bpc, **settings)
     text, _ = draw("ab", "curves.png", "gap.png", "gradients.png", "steps.png")
@@ -4047,6 +4050,8 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert [ax.get_title() for ax in drawn["curves.png"]] == ["loss, bpc", "loss, bits a token"]
     draw("ai", "rates.png", "curves.png")
     assert [*drawn["rates.png"][0].lines[0].get_xdata()] == [0.01, 0.02] and len(drawn["curves.png"][0].lines) == 2
+    draw("aik", "rates.png")
+    assert [[*line.get_xdata()] for line in drawn["rates.png"][0].lines] == [[0.01, 0.02], [0.01]]
     _, found = draw("aj", "curves.png")
     assert drawn["curves.png"][0].lines[1].get_label() == "hmamba, init_from A tiny/best.pt"
     assert {"steps-scratch.png", "steps-A_tiny_best.pt.png"} < found.keys()
@@ -4206,17 +4211,16 @@ def test_a_figure_that_cannot_be_drawn_loses_nothing(program, undrawn, monkeypat
 
 def test_report_refuses_runs_that_do_not_belong_together(program):
     write_log("a", "hmamba", [8, 3]), write_log("twice", "hmamba", [8, 3], micro=1)
-    write_log("end", "hmamba", [8, 3], seeds="2", min_lr=0.0)
     write_log("config", "hmamba", [8, 3], seeds="2", total=11)
     write_log("x", "x.py:GRU", [8, 3]), write_log("y", "y.py:GRU", [8, 3], seeds="2")
     log = Path("a/log.jsonl").read_text()
     for name, text in {"both": 2 * log, "empty": "", "list": "[1]\n", "other": '{"event": "val", "step": 1}\n',
                        "keys": log.replace('"steps"', '"x"')}.items():  # fmt: skip
         Path(name).write_text(text)
-    different = "have different configurations or min_lr: name those of one"
+    different = "have different configurations: name those of one"
     for argv, message in (
-        (["a", "twice"], "two runs of hmamba with seed 1: name one of them"), (["a", "end"], different),
-        (["a", "config"], different), (["x", "y"], different), (["both"], "both holds the logs of several runs"),
+        (["a", "twice"], "two runs of hmamba with seed 1: name one of them"), (["a", "config"], different),
+        (["x", "y"], different), (["both"], "both holds the logs of several runs"),
         (["keys"], "a log lacks 'steps'"), (["nowhere"], "cannot read the log nowhere"),
         *(([name], "its first line is no header") for name in (
             "empty", "list", "other"))):  # fmt: skip
@@ -4305,8 +4309,9 @@ def test_late_metric(tmp_path):
     assert report.late_losses([header, {"event": "val", "val_loss": 1.0}, end]) == []
     twin = write_epochs(tmp_path / "b", "sam", 10**6, [2.0] * 6, tokens="gpt2")
     ours = write_epochs(tmp_path / "c", "pam", 10**6, [2.0 + math.log(3)] * 6, tokens="gpt2")
-    table = report.epochs_table([ours, twin])
-    assert "| pam | 1,000,000 | 3.099 *5.56* | 22.17 |" in table and "| sam / pam | 3.00 *2.18* |" in table
+    table = report.epochs_table([ours, twin, write_epochs(tmp_path / "d", "pam:D=40", 10, late, tokens="gpt2")])
+    assert "| pam | 5m | 1,000,000 | 3.099 | 5.56 | 22.17 |" in table and "| sam / pam | 3.00 | 2.18 |" in table
+    assert table.count(" / ") == 1  # not pam:D=40 / pam
     assert "5.56" not in report.epochs_table([events]) and report.epochs_table([events[:-1]]) == ""
 
 
