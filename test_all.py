@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import tracemalloc
 import warnings
 import zipfile
@@ -2853,7 +2854,6 @@ def a_lost_log(program, monkeypatch, lose):
     lines = log.read_bytes().splitlines(keepends=True)
     assert json.loads(lines[0])["event"] == "header"
     log.write_bytes(whole + b"".join(lines[1:]))
-    Path("cut/old-log.jsonl").unlink(missing_ok=True)
 
 
 def a_damaged_log(program, monkeypatch, garbage):
@@ -3043,7 +3043,6 @@ def test_run_killed_at_any_moment_resumes(program, straight):
     for n, status, step, logged, again in kills:
         assert (status, again) == (-signal.SIGKILL, 0), done.stderr
         assert logged - (step or 0) <= 4  # --ckpt_every
-        Path(f"cut{n}/old-log.jsonl").unlink(missing_ok=step is not None)  # of the start that saved nothing
         assert_same_run(straight, f"cut{n}")
     assert {None, 0, 4} <= {step for _, _, step, _, _ in kills}  # before the first checkpoint, and after each
 
@@ -3072,6 +3071,8 @@ def test_resume_from_another_folder(program, no_curves, tmp_path, monkeypatch):
     assert program(train, *SMALL, "--out=~/run", "--stop_at", 2)[0] == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    clock = itertools.count(2e9, -3600)  # one that is set back an hour whenever it is read
+    monkeypatch.setattr(time, "time", lambda: next(clock))
     assert program(train, "--resume", "../run", "--stop_at", 4)[0] == 0
     (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
     assert_refused(program(train, "--resume", "../run"), "text.txt")
@@ -3275,8 +3276,15 @@ def test_one_command_begins_goes_on_and_ends(program, made):
     assert content("run") == before
     for path in Path("run").glob("*.pt"):
         path.unlink()
-    assert program(train, *SMALL, "--out", "run", "--steps", 1)[0] == 0
-    assert Path("run/old-log.jsonl").read_bytes() == before[Path("run/log.jsonl")]  # a log is a result, too
+    before = content("run")
+    assert_refused(program(train, *SMALL, "--out", "run"), "run holds the log of a run, but no checkpoint")
+    assert content("run") == before  # a log is a result, too
+    lines = before[Path("run/log.jsonl")].splitlines(keepends=True)
+    for name, log in (("empty", b""), ("torn", lines[0][:9]), ("begun", lines[0])):  # a start that saved nothing
+        Path(name).mkdir()
+        Path(name, "log.jsonl").write_bytes(log)
+        assert program(train, *SMALL, "--out", name, "--steps", 1)[0] == 0
+        assert report.read_log(name)[-1]["event"] == "sample"
 
 
 class NoDoubleNoComplex(TorchDispatchMode):
@@ -3364,6 +3372,18 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
     assert_refused(program(train, *again, "--warmup", 1), "--warmup 1.0 differs from")
     assert_refused(program(train, *again[:-4], "--out", "runs"), "--eval_seqs 16 differs from")  # one that is not given
     assert content("runs") == before
+    # Another process ends the second run while the sweep is at the first: one that is new to the sweep, or that it knew.
+    for known in (False, True):
+        argv, kept = [*SMALL, "--seeds", "1,2", "--out", f"sweep{known}"], []
+        folder = Path(f"sweep{known}", report.run_name(SMALL[1], "text-tiny-s2"))
+        other = [*SMALL, "--seeds", 2, "--out", folder]
+        assert not known or program(train, *other, "--stop_at", 2)[0] == 0
+        with monkeypatch.context() as patch:
+            end = lambda: program(train, *other)[0]  # noqa: B023,E731
+            at_step(patch, 1, lambda: kept or kept.append(0) or kept.extend((end(), content(folder))))  # noqa: B023
+            assert_refused(program(train, *argv), f"{folder} was trained by another process meanwhile: start this")
+        assert kept[1:] == [0, content(folder)]
+        assert program(train, *argv)[1].count("nothing is left to do") == 2
     # A text that grew is told as such, though --epochs has become another number of steps.
     argv = [*SMALL[:10], *SMALL[12:], "--epochs", 1, "--stop_at", 1, "--seeds", "1,2", "--out", "epochs"]
     assert program(train, *argv)[0] == 0
@@ -3416,7 +3436,7 @@ def test_eval_only_judges_the_best_checkpoint(program, straight):
     Path("alone").mkdir()
     shutil.copy("run/best.pt", "alone")
     out = program(train, "--resume", "alone", "--eval_only")[1]
-    assert "val loss " in out and "note: no log of this result (" in out
+    assert 0 <= out.find("note: no log of this result (") < out.find("val loss ")  # before what may take hours
     assert [p.name for p in Path("alone").iterdir()] == ["best.pt"]
 
 
@@ -3570,6 +3590,8 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("--steps 9 differs from this run's 8", NEW, "--out run --steps 9"),
     ("cannot make the run folder", NEW, "--out text.txt/run"),
     ("cannot make the run folder", NEW, "--out text.txt"),
+    ("--out . exists and is no run: name another folder", NEW, "--out ."),
+    ("cache holds the log of a run, but no", NEW, "--out cache", write("cache/log.jsonl", lambda *_: b'{"mine": 1}\n')),
     ("--out '' names no folder", NEW, "--out= --resume="),
     ("--resume '' names no folder", [], "--resume="),
     *[("--resume RUN --eval_only", NEW, flags) for flags in ("--eval_only", "--split test")],

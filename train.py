@@ -377,7 +377,7 @@ class Run:
             for part in self.folder.glob("*.pt.*.part"):
                 part.unlink()  # a checkpoint that a kill left half written
             if log.exists() and not (checkpoint and log.stat().st_size):
-                log.rename(self.folder / "old-log.jsonl")  # of a start that a kill ended before its first checkpoint
+                log.unlink()  # of a start that a kill ended before its first checkpoint
         self.log = report.Log(self.folder, self.start, keep=checkpoint and checkpoint["step"], active=rank == 0)
         ran = report.provenance(self.device, world)
         self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
@@ -551,16 +551,21 @@ def train(s, corpus, device, folder, checkpoint, again):
 
 def evaluate_checkpoint(s, corpus, device, checkpoint):
     """Prints the loss of a checkpoint over a whole split, and logs it beside the checkpoint as an "eval" event."""
-    path, step = Path(checkpoint["path"]), checkpoint["step"]
-    loss, n_tokens = evaluate(sample.build(checkpoint, device), corpus, s.split, s, device)
-    print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} "
-                f"{report.unit(s.tokens)} over {n_tokens:,} tokens of {corpus.name}")  # fmt: skip
-    if rank == 0:
-        with extra("log of this result"), data.hold(path.parent):
-            report.read_log(path.parent)  # nothing is added to what is no log of ours
-            log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
-            log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n_tokens,
-                      checkpoint=path.name, data=corpus.summary(), **report.provenance(device, world))  # fmt: skip
+    path, step, log = Path(checkpoint["path"]), checkpoint["step"], None
+    with contextlib.ExitStack() as held:
+        if rank == 0:
+            with extra("log of this result"):  # said before an evaluation that may take hours
+                report.read_log(path.parent)  # nothing is added to what is no log of ours
+                open(path.with_name("log.jsonl"), "r+").close()
+                held.enter_context(data.hold(path.parent))
+                log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
+        loss, n_tokens = evaluate(sample.build(checkpoint, device), corpus, s.split, s, device)
+        print_rank0(f"{path}, step {step}: {s.split} loss {loss:.4f} nats, {loss / math.log(2):.4f} "
+                    f"{report.unit(s.tokens)} over {n_tokens:,} tokens of {corpus.name}")  # fmt: skip
+        with extra("log of this result"):
+            if log:
+                log.write("eval", step, step * s.batch * s.seq, val_loss=loss, split=s.split, n_tokens=n_tokens,
+                          checkpoint=path.name, data=corpus.summary(), **report.provenance(device, world))  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -574,6 +579,7 @@ class Job:
     s: Settings
     folder: Path | None = None
     checkpoint: dict | None = None  # path, step and meta of the one that it goes on from
+    seen: tuple = ()  # when the checkpoints there were written
     complete: bool = False
 
 
@@ -598,7 +604,7 @@ def list_jobs(given, device):
 
 def open_run(flags, path):
     """The job that goes on with a run, or evaluates it. Raises InputError for a flag that would change its course."""
-    evaluates = "eval_only" in flags
+    evaluates, seen = "eval_only" in flags, checkpoint_times(path if path.is_dir() else path.parent)
     checkpoint = sample.read_checkpoint(path, ("best.pt",) * evaluates + ("last.pt", "prev.pt"))
     file, spec, saved = checkpoint["path"], checkpoint["meta"]["spec"], checkpoint["meta"]["settings"]
     for key, value in flags.items():
@@ -612,7 +618,25 @@ def open_run(flags, path):
         s = Settings(**saved | {"stop_at": None} | flags | {"model": spec})
     except TypeError as e:
         raise InputError(f"{file} was written by another version of train.py ({e})") from None
-    return Job(s, folder=Path(file).parent, checkpoint={key: checkpoint[key] for key in ("path", "step", "meta")})
+    return Job(s, Path(file).parent, {key: checkpoint[key] for key in ("path", "step", "meta")}, seen)
+
+
+def checkpoint_times(folder):
+    """When the checkpoints of a run were written: what tells that another process trained it meanwhile."""
+    paths = [folder / name for name in ("last.pt", "prev.pt")]
+    return tuple(path.stat().st_mtime_ns for path in paths if path.exists())
+
+
+def refuse_results(folder):
+    """Raises InputError for a folder that holds more than a start of ours that ended before its first step."""
+    log, header = folder / "log.jsonl", b'{"event": "header"'
+    with data.explain(f"read {log}"):
+        content = log.read_bytes() if log.exists() else b""
+    events = [e for e in map(report.parse_event, content.splitlines()) if e]
+    if content[: len(header)] != header[: len(content)] or any(e["step"] > 0 for e in events):
+        raise InputError(f"{folder} holds the log of a run, but no checkpoint: name another folder")
+    if not content and {path.name for path in folder.glob("*")} - {"lock", "log.jsonl"}:
+        raise InputError(f"--out {folder} exists and is no run: name another folder")
 
 
 def judge(job, corpus, device, given, several):
@@ -624,9 +648,11 @@ def judge(job, corpus, device, given, several):
             varied = [key for key in LISTS if len(given.get(key, ())) > 1 and key not in ("size", "seeds", "model")]
             words = [f"{key}{getattr(job.s, key)}" for key in varied]
             folder /= report.run_name(job.s.model, corpus.name, job.s.size, *words, f"s{job.s.seeds}")
-        if "out" in given and any((folder / name).exists() for name in ("last.pt", "prev.pt")):
+        if "out" in given and checkpoint_times(folder):
             flags = {k: v for k, v in vars(job.s).items() if v is not None and (k in given or k not in MAY_CHANGE)}
             job = open_run(flags, folder)
+        elif "out" in given:
+            refuse_results(folder)
         job.folder = folder
     s, was = job.s, job.checkpoint
     if s.epochs and not (s.steps and s.eval_every):
@@ -664,6 +690,8 @@ def open_folder(job, named, held):
     with data.explain(f"make the run folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     held.enter_context(data.hold(folder))
+    if checkpoint_times(folder) != job.seen:
+        raise InputError(f"{folder} was trained by another process meanwhile: start this command again")
     return folder
 
 
