@@ -467,7 +467,14 @@ def list_files(root, stdlib=False):
                 todo.append(path)
             else:
                 files.append((name, *stamp_of(path)))
-    return sorted(files), {} if stdlib else left
+    if stdlib:
+        return sorted(files), {}
+    names = {}  # read twice, the text of a file with two names would be trained and validated on
+    for file in sorted(files):
+        info = (root / file[0]).stat()
+        if names.setdefault((info.st_dev, info.st_ino or file), file) != file:
+            left.setdefault("another name of a file", []).append(file[0])
+    return [*names.values()], left
 
 
 def read_source(recipe, _, root, left):

@@ -2103,6 +2103,7 @@ def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
     for link, to in {"loop": folder, "0": "a0", "gone": "no"}.items():
         (folder / link).symlink_to(to)
     os.mkfifo(folder / "pipe")
+    os.link(folder / "b", folder / "b2")
     monkeypatch.setenv("NANOHILBERT_DATA", str(folder / "cache"))
     first = data.load("folder", 16)
     assert first.tokens.tobytes() == b"".join(parts.values())
@@ -2111,8 +2112,8 @@ def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
     monkeypatch.chdir("folder")
     again = data.load(".", 16)
     assert again.path == first.path and again.left_out == (
-        "cache: cache, env, sub/__pycache__; folder of a run: runs/r, runs/s; hidden: .git; link: 0, gone, loop; "
-        "not a regular file: pipe"
+        "another name of a file: b2; cache: cache, env, sub/__pycache__; folder of a run: runs/r, runs/s; hidden: .git; "
+        "link: 0, gone, loop; not a regular file: pipe"
     )
 
 
