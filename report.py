@@ -1116,8 +1116,10 @@ def plot_seeds(groups, path):
                 ours = [accuracies(events)[longest] for events in runs.values()]
                 theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1] if longest == 64 else ()
                 for x, values, marker in ((i - 0.15, ours, "o"), (i + 0.15, theirs, "x")):
-                    ax.plot([x] * len(values), values, marker, color=style(model)["color"], ms=5, alpha=0.7)
-            ax.set_xticks(range(len(models)), models, rotation=40, ha="right")
+                    look = {"color": style(model)["color"], "label": model if marker == "o" else None}
+                    ax.plot([x] * len(values), values, marker, ms=5, alpha=0.7, **look)
+            ax.set_xticks([])
+            ax.set_xlim(-0.5, len(models) - 0.5)
 
 
 def plot_dynamics(groups, model, path):
