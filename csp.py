@@ -50,7 +50,7 @@ def choice(*known):
 
 @dataclass
 class Config:
-    """The settings that all six models have. Every number is at least 1."""
+    """The settings that all six models have. Every whole number is at least 1."""
 
     classes: int = 2
     V: int = 3  # symbols: two, and the third that the paper's parameter counts imply
@@ -157,6 +157,8 @@ class CSPConfig(Config):
         super().__post_init__()
         if self.carry == "normalised" and self.scan != "sequential":
             raise ValueError(f"scan={self.scan} needs carry=linear: the normalised carry is not a linear recurrence")
+        if not self.eps > 0 or (self.eps != CSPConfig.eps and self.scan != "printed"):
+            raise ValueError(f"eps={self.eps} must be above 0, and needs scan=printed")
         if self.carry == "linear" and self.skip == "prev":
             raise ValueError("skip=prev needs carry=normalised: Algorithm 2 has no earlier output to skip from")
 
@@ -256,7 +258,7 @@ class CSPBlock(nn.Module):
         alpha, c, skip = (x.movedim(2, 0).contiguous() for x in (alpha.unsqueeze(-1), c.view_as(z), g * z))
         g, o, outputs = g.squeeze(1), torch.zeros_like(c[0]), []
         for alpha_t, c_t, skip_t in zip(alpha, c, skip):
-            y = F.silu(torch.addcmul(c_t, alpha_t, o))  # Algorithm 1, lines 15-16
+            y = F.silu(torch.addcmul(c_t, alpha_t, o))  # Algorithm 1, line 15; SiLU: line 17
             o = normalise(y + skip_t if cfg.skip == "input" else torch.addcmul(y, g, o))  # line 17
             outputs.append(o)
         return torch.stack(outputs, 2)

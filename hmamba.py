@@ -289,7 +289,7 @@ def check_inputs(idx, targets, state, start):
 def layout(state, batch=None, device=None):
     """The structure of a state, with shapes and devices; `batch` and `device`, if given, in the place of its own."""
     if isinstance(state, torch.Tensor):
-        return batch or len(state), state.shape[1:], device or state.device, state.is_floating_point()
+        return (batch,) if batch else tuple(state.shape[:1]), state.shape[1:], device or state.device, state.is_floating_point()
     return [layout(x, batch, device) for x in state] if isinstance(state, (list, tuple)) else type(state)
 
 

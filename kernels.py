@@ -25,8 +25,8 @@ Inputs may have any float dtype and strides. Each operation takes an initial sta
 gradients for both. States and sums are float32 (float64 if an input is) whatever the input dtype; only the Triton
 kernels of Born attention and phase memory multiply half-precision inputs, and under autocast all inputs, in bfloat16.
 The backward recomputes what it needs, so memory is O(T), but for the references and phase memory's "dual". The same
-inputs give the same bits, unless torch.cumsum runs on CUDA, for which PyTorch does not promise it: in "clamped" and
-in the torch paths of Born attention and phase memory.
+inputs give the same bits, unless torch.cumsum runs on CUDA, for which PyTorch does not promise it: in "clamped",
+"dual", and the torch paths and the reference of Born attention and phase memory.
 
 Gradients are those of backward() and torch.autograd.grad, once: the core of each torch and Triton path is one custom
 operator (for torch.compile, autocast, activation checkpointing and DDP). Other derivatives (jvp, torch.func, double
@@ -111,14 +111,14 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     _expect_one_of("method", method, "exact", "clamped")
     tensors = b, theta, log_decay, h0
     _check("real_scan" if theta is None else "complex_scan", *tensors)
-    if method == "clamped" and theta is None:
-        raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
-    return _complex_scan_by(*_pick(backend, *tensors), method, log_decay, theta, b, h0)
-
-
-def _complex_scan_by(backend, dtype, method, log_decay, theta, b, h0):
     if method == "clamped":
+        if theta is None:
+            raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
         return complex_scan_clamped(log_decay, theta, b, h0)
+    return _complex_scan_by(*_pick(backend, *tensors), log_decay, theta, b, h0)
+
+
+def _complex_scan_by(backend, dtype, log_decay, theta, b, h0):
     if backend == "reference":
         return _in_dtype(dtype, *complex_scan_reference(log_decay, theta, b, h0))
     h0 = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0.to(dtype)
@@ -147,8 +147,8 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     _expect_one_of("method", method, "exact", "clamped")
     tensors = delta, dt, gate, omega, b, h0
     B, T, H, N = _check("cayley_scan", *tensors)
-    backend, dtype = _pick(backend, *tensors)
-    if method == "exact" and backend == "triton":
+    backend, dtype = ("torch", _compute_dtype(*tensors)) if method == "clamped" else _pick(backend, *tensors)
+    if backend == "triton":
         h0 = b.new_zeros(B, H, N, 2, dtype=dtype) if h0 is None else h0.to(dtype)
         h = _triton_scan(gate, delta, dt, omega.float(), b, h0, b.dtype)
         return h, h[:, -1].clone()
@@ -157,11 +157,11 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     delta, dt, gate, omega = _in_dtype(exact, delta, dt, gate, omega)
     phi = 0.5 * dt.unsqueeze(-1) * (delta + omega)  # QS 5.2
     # Eq. 3 and Algorithm 1, line 1: the Cayley map (1 + i phi) / (1 - i phi), the diagonal form of eq. 1, has modulus 1
-    # and this angle. Then line 2.
+    # and this angle.
     theta = (2 * phi.atan()).flatten(2)
-    log_decay = b.new_zeros(B, T, 1, dtype=exact) if gate is None else F.logsigmoid(gate).flatten(2)
-    h0 = None if h0 is None else h0.flatten(1, 2)
-    h, last = _complex_scan_by(backend, dtype, method, log_decay, theta, b.flatten(2, 3), h0)
+    log_decay = b.new_zeros(B, T, 1, dtype=exact) if gate is None else F.logsigmoid(gate).flatten(2)  # line 2
+    inputs = log_decay, theta, b.flatten(2, 3), None if h0 is None else h0.flatten(1, 2)
+    h, last = complex_scan_clamped(*inputs) if method == "clamped" else _complex_scan_by(backend, dtype, *inputs)
     return _in_dtype(dtype, h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
 
 

@@ -298,7 +298,8 @@ class WindowAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Channel mixing, then memory, each on the normed stream with a learned scale, eqs. 2-3; `windowed`: and attention."""
+    """Channel mixing, then memory, each on the normed stream with a learned scale, eqs. 2-3; one of them alone in
+    order=sequential. With `windowed`, attention beside the memory."""
 
     def __init__(self, D, H, c, real, mixes, remembers, windowed):
         super().__init__()
@@ -351,7 +352,7 @@ def check_inputs(idx, targets, state, start):
 def layout(state, batch=None, device=None):
     """The structure of a state, with shapes and devices; `batch` and `device`, if given, in the place of its own."""
     if isinstance(state, torch.Tensor):
-        return batch or len(state), state.shape[1:], device or state.device, state.is_floating_point()
+        return (batch,) if batch else tuple(state.shape[:1]), state.shape[1:], device or state.device, state.is_floating_point()
     return [layout(x, batch, device) for x in state] if isinstance(state, (list, tuple)) else type(state)
 
 

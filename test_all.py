@@ -625,7 +625,7 @@ def test_clamped_scan_is_algorithm_2_and_where_it_departs():
     # By hand, one chunk of three steps with the clamp in play: l = -20, -30, -30. Growth is clamped at 0: P = 1.
     one = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2)
     for step, expected in (-20.0, [1.0, 1 + math.exp(-10), 2 + math.exp(-10)]), (10.0, [1.0, 2.0, 3.0]):
-        h, hT = kernels.complex_scan(torch.full((1, 3, 1), step), torch.zeros(1, 3, 1), one, method="clamped")
+        h, hT = kernels.complex_scan(torch.full((1, 3, 1), step), torch.zeros(1, 3, 1), one, None, "clamped", "triton")
         torch.testing.assert_close(h[0, :, 0, 0], torch.tensor(expected))
         assert torch.equal(hT, h[:, -1])
 
@@ -1116,7 +1116,8 @@ def test_what_does_not_fit_is_refused(spec):
     *before, last = state
     wrong_last = [None, 7, last[:-1], *((*last[:-1], part) for part in ("7", (1, 2), (None, *torch.zeros(2, 2, 1, 1, 1))))]
     states = [before, [*state, last], *([*before, part] for part in [*wrong_last, (last[-1], *last[1:-1], last[0])]),
-              *(tree_map_only(torch.Tensor, f, state) for f in (torch.Tensor.long, lambda x: x.to("meta"))), model(idx[:1])[2],
+              *(tree_map_only(torch.Tensor, f, state) for f in (torch.Tensor.long, torch.Tensor.sum, lambda x: x.to("meta"))),
+              model(idx[:1])[2],
               make("pam:H=2" if spec.startswith(("pam", "sam")) else "pam", L=2)(idx)[2]]  # fmt: skip
     refused = [("state|values to unpack", (idx, targets, wrong)) for wrong in states for targets in (None, idx)]
     refused += [(r"targets: torch.* expected int64 of shape \(2, 5\)", (idx, wrong))
@@ -5139,6 +5140,7 @@ TASK_FAULTS = [
     *((["--model", f"csp-fast:{key}"], f"no setting '{key}'") for key in ("classes=3", "V=9")),
     *((["--model", spec], message) for spec, message in (
         ("csp-fast:scan=wrong", "unknown scan 'wrong'; known: associative, sequential"),
+        ("csp-fast:eps=1e-6", "needs scan=printed"), ("csp-fast:scan=printed:eps=0", "above 0"),
         ("csp-vanilla:scan=associative", "needs carry=linear"), ("csp-fast:skip=prev", "needs carry=normalised"),
         ("csp-fast:layers=0", "layers must be at least 1"), ("decoder:heads=5", "unknown heads 5; known: 4"),
         ("hmamba:nope=1", "no setting 'nope=1'"))),
