@@ -4,7 +4,7 @@ A block turns its state by an angle theta_k at each symbol k: n0 zeros and n1 on
 modulo m if both angles are near multiples k 2 pi / (m j), for a small whole number j, of which that sum tells n1 mod m.
 Their mean error e adds up, and after pi / (m j e) symbols, the onset, the phase is nearer to another answer.
 
-    PYTHONPATH=. python results/angles/angles.py results/tasks-crossed/csp-fast-[mp]*.jsonl results/angles/*.jsonl
+    PYTHONPATH=. python results/angles/angles.py results/angles/*.jsonl
 """
 
 import argparse
