@@ -1418,6 +1418,7 @@ def test_initialisation_is_as_the_docstrings_say():
         *((proj.weight, 1) for host in (state, attention) for proj in (host.in_proj, host.back_proj)),
         *((x.out_proj.weight, 10**-0.5) for x in (state, attention, mixer)), (xavier.out_proj.weight, 1),
         (twin.qkv_proj.weight[:512], 1), (twin.out_proj.weight, 20**-0.5), (twin.mlp_out.weight, 20**-0.5),
+        (block("mamba", mlp=500).mlp_out.weight, 10**-0.5), (block("mamba:init=xavier", mlp=500).mlp_out.weight, 1),
     ):  # fmt: skip
         bound = (6 / sum(weight.shape)) ** 0.5 * scale
         assert 0.98 * bound < weight.abs().max() <= 1.001 * bound
@@ -2396,6 +2397,11 @@ def test_download_without_a_pin_from_another_host(hub, cache, monkeypatch):
 
 def test_download_of_what_changed(hub, toy, cache, monkeypatch):
     """A file at the same address, of the same size: what came of both is no corpus. A recipe: its folder is named."""
+    hub.files["/big"], hub.files["/more"], hub.faults["/big"] = bytes(3 << 20), b"more than it was", ["drop"]
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "TRIES", 1)  # in a row without a megabyte
+        for url, content in (("/big", bytes(3 << 20)), ("/more", b"more")):
+            assert data.obtain(data.Source(hub.url + url, len(content), sha(content)), Path(url[1:])) == sha(content)
     old = hub.files[SHARDS[0]]
     hub.faults[SHARDS[0]] = ["drop", 404]
     assert_in_vain(cache, "404")
@@ -3287,6 +3293,8 @@ def test_one_command_begins_goes_on_and_ends(program, made):
         Path(name, "log.jsonl").write_bytes(log)
         assert program(train, *SMALL, "--out", name, "--steps", 1)[0] == 0
         assert report.read_log(name)[-1]["event"] == "sample"
+    Path("text.txt").write_bytes(Path("text.txt").read_bytes()[::-1])
+    assert_refused(program(train, "--resume", "begun", "--eval_only"), "is not the data of this run")
 
 
 class NoDoubleNoComplex(TorchDispatchMode):
@@ -3440,6 +3448,9 @@ def test_eval_only_judges_the_best_checkpoint(program, straight):
     out = program(train, "--resume", "alone", "--eval_only")[1]
     assert 0 <= out.find("note: no log of this result (") < out.find("val loss ")  # before what may take hours
     assert [p.name for p in Path("alone").iterdir()] == ["best.pt"]
+    Path("alone/log.jsonl").write_text("mine\n")
+    assert "note: no log of this result (" in program(train, "--resume", "alone", "--eval_only")[1]
+    assert Path("alone/log.jsonl").read_text() == "mine\n"
 
 
 def test_recommended_commands_can_be_pasted(program, no_curves):
@@ -3845,6 +3856,9 @@ def test_a_file_may_vary_our_models(program, gru, no_curves):
     assert program(train, "--model", "lib/flat.py:MyGRU:D=8", *SHORT, "--out", "run")[0] == 0
     assert [e["layers"] for e in report.read_log("run") if e["event"] == "grad"] == [[]]
     assert "| MyGRU D=8 |" in report.training_report([report.read_log("run")])[0]
+    Path("flat.py").write_text(gru)
+    two = "lib/flat.py:MyGRU:D=8,flat.py:MyGRU:D=4"
+    assert_refused(program(train, "--model", two, *SHORT), "two files have the name flat.py:MyGRU")
 
 
 GRU_FAULTS = [  # what is said, of which class, and what is replaced in the example
@@ -3956,6 +3970,7 @@ def test_steps_to_target(tmp_path):
     for target, step in ((3.0, 20), (2.5, 30), (2.0, 40), (1.95, 78), (9.0, 0)):
         assert report.steps_to_target(events, target) == pytest.approx(step)
     assert report.steps_to_target(events, 1.0) is report.steps_to_target(events[:1], 1.0) is None
+    assert report.warmup_end({"steps": 60, "schedule": "constant", "warmup": 0.0})[0] == 45
 
 
 def test_report_reads_logs(program, undrawn):
@@ -3999,6 +4014,9 @@ REPORTS = {
         [("csp", [8, 4.04], {"final": 0, "layers": []})],
         ["4.1 bpc", "| csp | 4.040 | - |"], ["/ csp", "Gap", "Gradient"]),
     "no step at all": ([("csp", [8], {}), ("rnn", [8], {})], ["| csp | 8.000 | 8.000 |"], ["rnn / csp"]),
+    "ends that a constant rate has not": (
+        [("hmamba", [8, 3], {"schedule": "constant", "min_lr": x, "seeds": f"{x}"}) for x in (0, 1)],
+        ["| hmamba | 10 | 0.01 | 2 |"], ["rate 0.01 to "]),
     "kinds, and rates": (
         [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 4, 3, 2.8], {"schedule": "constant"}),
          ("hmamba", [8, 3.5, 3.1, 2.9], {"eval_seqs": 9}), ("hmamba", [8, 3, 2.4, 2.0], {"lr": 0.02})],
@@ -4127,6 +4145,11 @@ def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
     for mark, pattern in (("o", r"\| (\d+\.\d\d)"), (">", r"\| > (\d+\.\d\d)"), ("<", r"\| < (\d+\.\d\d)")):
         points = [f"{line.get_xdata()[0]:.2f}" for line in drawn["forest.png"][0].lines if line.get_marker() == mark]
         assert sorted(points) == sorted(re.findall(pattern, table)) and (points or mark == "<")
+    lines = drawn["forest.png"][0].lines
+    bars = sum((line.get_linestyle(), line.get_linewidth()) == ("-", 1.2) for line in lines)
+    assert bars == len(re.findall(r"\| \d+\.\d\d \[", table))
+    marks = sorted((line for line in lines if str(line.get_marker()) in "o<>"), key=lambda line: -line.get_ydata()[0])
+    assert [f"{line.get_xdata()[0]:.2f}" for line in marks] == re.findall(r"\| (?:[<>] )?(\d+\.\d\d)", table)
     fast, slow, late, cut = (
         write_log(tmp_path / f"{i}", "hmamba", bpc, steps=60)
         for i, bpc in enumerate(([8, 4, 3, 2], [8, 6, 5, 3.5], [8, 6, 4, 3], [8, 4, 3])))  # fmt: skip
@@ -4457,6 +4480,8 @@ def test_coherence_of_word_pairs_and_its_control():
     # A word paired with itself has coherence 1 and is no control.
     alike = diagnose.coherence_groups(z, z, {"synonyms": {("w0", "w1"), ("w1", "w2")}}, ids)["synonyms"]
     assert max(alike["shuffled"]) < 0.4
+    few = {(f"w{i}", f"w{j}") for i in range(5) for j in range(i)}
+    assert diagnose.coherence_groups(z, z, {"few": few}, ids)["random"]["coherence"].max() < 0.9
     with pytest.raises(data.InputError, match="fewer than two pairs"):
         diagnose.coherence_groups(z, z, {"synonyms": {("w1", "w2"), ("w1", "no")}}, ids)
     text = {0: b"hot", 1: b" hot", 2: b" cold", 3: b"\n", 4: b" \xff", 5: b" unseen"}  # words begin with a space
@@ -4628,6 +4653,7 @@ def test_codec(merges, monkeypatch):
         assert encode(raw) == tokens
     assert b"".join(map(decode, encode(bytes(range(128))))) == bytes(range(128))
     assert encode(b"\xff") == encode("\ufffd".encode())
+    assert data.CUT.match("a_=")[0] == "a"  # "_=" may be one token
     monkeypatch.setattr(data, "BLOCK", 1000)
     monkeypatch.setattr(data, "LONGEST_PIECE", 2000)
     with pytest.raises(data.InputError, match="the text: from byte 0 on no word ends"):
@@ -4716,6 +4742,9 @@ def test_training_and_sampling_on_tokens(merges, program, no_curves):
     code, out, _ = program(sample, "run", "--prompt", "the a", "--length", 5)
     assert code == 0 and out.startswith("the a")
     assert_refused(program(train, "--resume", "run", "--tokens", "bytes"), "--tokens bytes", "gpt2")
+    tuned = ["--data", "text.txt", "--seq", 32, "--batch", 4, "--eval_seqs", 2, "--steps", 1, "--init_from", "run"]
+    assert program(train, *tuned, "--out", "new")[0] == 0
+    assert report.read_log("new")[0]["settings"]["tokens"] == "gpt2"
     assert train.resolve({"data": "wikitext103"}, torch.device("cpu")).tokens == "gpt2"
 
 
@@ -5340,6 +5369,9 @@ def test_token_angles():
     """A projection that turns by 2.5 at symbol 1 and by -1 at symbol 0 is read back."""
     model = tasks.build("csp-vanilla:layers=1", "parity", [1, 2])
     block = model.blocks[0]
+    two = tasks.build("csp-vanilla:layers=2", "parity", [1])
+    two.blocks[1] = two.blocks[0]  # the second sees what the first made
+    assert len({str(angle) for angle in tasks.token_angles(two, "parity", [1], "cpu")["theta"][0]}) == 2
     with torch.no_grad():
         model.embedding.weight.zero_()
         model.embedding.weight[:, 0, 0] = model.embedding.weight[:, 1, 1] = 1.0
