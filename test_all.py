@@ -3293,8 +3293,10 @@ def test_one_command_begins_goes_on_and_ends(program, made):
         Path(name, "log.jsonl").write_bytes(log)
         assert program(train, *SMALL, "--out", name, "--steps", 1)[0] == 0
         assert report.read_log(name)[-1]["event"] == "sample"
-    Path("text.txt").write_bytes(Path("text.txt").read_bytes()[::-1])
+    text = Path("text.txt").read_bytes()
+    Path("text.txt").write_bytes(text[::-1])
     assert_refused(program(train, "--resume", "begun", "--eval_only"), "is not the data of this run")
+    Path("text.txt").write_bytes(text)
 
 
 class NoDoubleNoComplex(TorchDispatchMode):
