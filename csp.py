@@ -265,13 +265,13 @@ class CSPBlock(nn.Module):
 
 
 class CSPVanilla(Model):
-    Config = CSPConfig
+    Config, Block = CSPConfig, CSPBlock
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.V, 2 * config.d)
-        self.blocks = nn.Sequential(*[CSPBlock(config) for _ in range(config.layers)])
+        self.blocks = nn.Sequential(*[self.Block(config) for _ in range(config.layers)])
         self.head = Head(2 * config.d, config.classes)
 
     def states(self, x):

@@ -4902,6 +4902,16 @@ def test_a_model_is_trained_with_one_scan_and_tested_with_another():
     assert 10 * far[0] < far[1]
 
 
+def test_silu_on_the_sum(monkeypatch):
+    """results/csp-gate/silu.py: csp-fast but for the place of SiLU, so equal to it where SiLU does nothing."""
+    fork = sample.import_models(f"{ROOT}/results/csp-gate/silu.py:SumSiLU", (csp.Model,))
+    idx = torch.randint(2, (2, 3, 30), generator=torch.Generator().manual_seed(0))
+    models = [tasks.build(spec, "mod3", [1, 2]) for spec in (fork, "csp-fast")]
+    assert (models[0](idx) - models[1](idx)).abs().max() > 0.01
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x: x)
+    torch.testing.assert_close(models[0](idx), models[1](idx), rtol=0, atol=1e-5)
+
+
 def test_angles_that_count(monkeypatch):
     """results/angles/angles.py: which block counts, until when, and that ranks of equal values are shared."""
     monkeypatch.syspath_prepend(ROOT / "results/angles")
