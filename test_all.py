@@ -117,10 +117,6 @@ def phase_inputs(T, n, B=1, pair=(2,)):
     return *born_inputs(T, n, B, pair), gates, randn(B, 2, n, n, *pair, seed=4)
 
 
-def without(inputs, *dropped):
-    return tuple(x for i, x in enumerate(inputs) if i not in dropped)
-
-
 @dataclasses.dataclass
 class Operation:
     function: object  # (*inputs, initial state, backend=) -> (output, state)
@@ -130,6 +126,7 @@ class Operation:
     stateful: bool = True  # the initial state is among the inputs
     widths: tuple = (1, 5, 16)
     floor: float = 1e-3  # what is smaller is compared with this
+    gate: int = 3  # number of the input that says how much is kept, if there is one
 
     def __call__(self, *inputs, backend=None, cuts=()):
         """The outputs that need comparing; with cuts, the sequence in pieces that begin at those tokens."""
@@ -155,20 +152,21 @@ def born(method):
 
 OPERATIONS = {
     # 2100 channels are one chunk of time; fewer are several at once
-    "complex": Operation(kernels.complex_scan, scan_inputs, (0, 1, 2), widths=(1, 13, 2100)),
+    "complex": Operation(kernels.complex_scan, scan_inputs, (0, 1, 2), widths=(1, 13, 2100), gate=0),
     "real": Operation(
         lambda log_decay, *rest, **given: kernels.complex_scan(log_decay, None, *rest, **given),
-        lambda T, n, B=2: (*scan_inputs(T, n, B)[:2], randn(B, n)),
+        lambda T, n, B=2: (scan_inputs(T, 1, B)[0], scan_inputs(T, n, B)[1], randn(B, n)),  # one decay for all channels
         (0, 1),
+        gate=0,
     ),
-    "cayley": Operation(kernels.cayley_scan, cayley_inputs, (0, 1, 2, 4)),
+    "cayley": Operation(kernels.cayley_scan, cayley_inputs, (0, 1, 2, 4), gate=2),
     "ungated": Operation(
         lambda delta, dt, *rest, **given: kernels.cayley_scan(delta, dt, None, *rest, **given),
-        lambda T, n, B=2: without(cayley_inputs(T, n, B), 2),
+        lambda T, n, B=2: (*cayley_inputs(T, n, B)[:2], *cayley_inputs(T, n, B)[3:]),
         (0, 1, 3),
     ),
     # 601 channels of 16 states are more than one group of batch rows
-    "selective": Operation(kernels.selective_scan, selective_inputs, (0, 1, 3, 4), widths=(1, 5, 600)),
+    "selective": Operation(kernels.selective_scan, selective_inputs, (0, 1, 3, 4), widths=(1, 5, 600), gate=1),
     "quadratic": born("quadratic"),
     "linear": born("linear"),
     "phase": Operation(kernels.phase_memory, phase_inputs, (0, 1, 2, 3), 2),
@@ -224,12 +222,15 @@ def cases():
     """(backend, operation, T, n, options): the torch paths at every length and width, cut anywhere, in half precision;
     Triton's kernels with several blocks, chunks and segments, and sizes that fill none of them."""
     half = torch.bfloat16, torch.float16
+    for T in (1, 7, 130):  # PAM eq. 7
+        yield from (("dual", name, T, 6, {"B": 2}) for name in ("phase", "memory"))
     for name, operation in OPERATIONS.items():
         for i, n in enumerate(operation.widths):
             for T in (1, 2, 7, 63, 64, 65, 257, 1000) if i == 1 else (1, 65):
                 yield "torch", name, T, n, {"strided": T % 2 == 1, "twice": T % 2 == 1}
         for cuts in (1, 37, 129), (64, 128), tuple(range(1, 130)):
             yield "torch", name, 130, 5, {"cuts": cuts}
+        yield "torch", name, 130, 5, {"cuts": (65,), "dtype": torch.float64}
         for dtype in half:
             yield "torch", name, 70, 5, {"dtype": dtype, "strided": True}
     several, wide = {"SCAN_PROGRAMS": 8}, {"PHASE_TILE": (64, 64, 32)}  # segments of time; blocks of two widths
@@ -264,7 +265,7 @@ def test_equals_reference(backend, name, T, n, options, monkeypatch):
     operation, options = OPERATIONS[name], {"B": None, "cuts": (), "constants": {}, "dtype": torch.float32} | options
     B, cuts, constants, dtype = (options.pop(key) for key in ("B", "cuts", "constants", "dtype"))
     inputs, device, floor = operation.inputs(T, n, **({} if B is None else {"B": B})), "cpu", operation.floor
-    rounding = {torch.float32: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(dtype, 0)
     if backend == "triton":
         small_tiles(monkeypatch, **constants)
         device, rounding = KERNEL_DEVICE, 2 * rounding
@@ -273,7 +274,7 @@ def test_equals_reference(backend, name, T, n, options, monkeypatch):
         if dtype != torch.float32:
             rounding, floor = rounding if operation.axis == 1 else 3e-2, 0.1
     found = errors(partial(operation, cuts=cuts), inputs, dtype, floor=floor, backend=backend, **options)
-    assert found < rounding + bound(T, n)
+    assert found < rounding + bound(T, n) * (2.0**-29 if dtype == torch.float64 else 1)
     for backend in (backend, "reference") if rounding else ():
         output, state = operation.function(*(x.to(device, dtype) for x in operation.inputs(2, 2)), backend=backend)
         assert output.dtype == (dtype if name == "selective" else torch.float32)
@@ -291,19 +292,6 @@ def test_initial_state_is_optional_and_each_output_has_its_gradient(name):
         totals = (operation(*rest, last, backend=backend)[i].sin().sum() for backend in ("torch", "reference"))
         grads = (torch.autograd.grad(x, (*rest, last), materialize_grads=True, allow_unused=True) for x in totals)
         torch.testing.assert_close(*grads, atol=1e-9, rtol=1e-6)
-
-
-@EACH
-def test_gradients_are_the_derivatives(name):
-    """Finite differences in float64: the reference and its autograd play no part."""
-    operation = OPERATIONS[name]
-    for T, cuts, fast in ((4, (), False), (66, (65,), True), (130, (), True)):
-        leaves = [x.requires_grad_() for x in operation.inputs(T, 2, 1)]
-        function = partial(operation, cuts=cuts)
-        assert torch.autograd.gradcheck(function, leaves, atol=1e-4 if fast else 1e-5, fast_mode=fast)
-    leaves = [x.requires_grad_() for x in scan_inputs(7, 2, 1)]
-    leaves[0] = leaves[0][..., :1].detach().requires_grad_()  # one decay for all channels
-    assert name != "complex" or torch.autograd.gradcheck(kernels.complex_scan, leaves)
 
 
 @EACH
@@ -332,33 +320,28 @@ def test_compiles_to_the_same(name):
     torch._dynamo.reset()
 
 
-def gated(value, T, other):
-    """(operation, inputs): the decay `value`, at two steps of three `other`."""
-    gates = torch.where(torch.arange(T) % 3 == 0, value, other).double()
-    cayley, selective = list(cayley_inputs(T, 2, 1)), list(selective_inputs(T, 2, 1))
-    cayley[2] = gates.view(1, T, 1, 1).expand_as(cayley[2])
-    selective[1] = -gates.view(1, T, 1).expand_as(selective[1])
-    yield "complex", (gates.view(1, T, 1).repeat(1, 1, 3), *scan_inputs(T, 3, 1)[1:])
-    yield "cayley", cayley
-    yield "selective", selective
-    for name in "phase", "memory":
-        q, k, v, _, S = (x[:, :1] for x in OPERATIONS[name].inputs(T, 4))
-        yield name, (q, k, v, gates.view(1, 1, T), S)
-
-
 @BOTH
 def test_extreme_gates(backend, monkeypatch):
     """Decays of exactly 1 to exactly 0, also in turns; steps that hardly change the state, or forget it at once."""
     T, device = (70, "cpu") if backend == "torch" else (11, KERNEL_DEVICE)
+    pairs = itertools.product((0.0, -1e-9, -0.7, -20.0, -200.0, -1e5), (None, -1e-3))
     if backend == "triton":
         small_tiles(monkeypatch)
-    for value in (0.0, -1e-9, -0.7, -20.0, -200.0, -1e5) if backend == "torch" else (-200.0,):
-        for other in (value, -1e-3) if backend == "torch" else (0.0,):
-            for name, inputs in gated(value, T, other):
-                assert errors(OPERATIONS[name], inputs, backend=backend) < bound(T, 4), (name, value, other)
+        pairs = [(-200.0, 0.0)]
+    for (value, other), name in itertools.product(pairs, ("complex", "cayley", "selective", "phase", "memory")):
+        operation, gates = OPERATIONS[name], torch.full((T,), value).double()
+        gates[torch.arange(T) % 3 > 0] = value if other is None else other
+        inputs = [x[:, :1] if operation.axis == 2 else x for x in operation.inputs(T, 3, 1)]  # one head
+        shape = [T if axis == operation.axis else 1 for axis in range(inputs[operation.gate].dim())]
+        gates = (-gates if name == "selective" else gates).view(shape)
+        inputs[operation.gate] = gates.expand_as(inputs[operation.gate])
+        assert errors(operation, inputs, backend=backend) < bound(T, 4), (name, value, other)
     for scale in 1e5, 1e21:  # half a turn, almost; then squares beyond float32
         delta, *rest = OPERATIONS["ungated"].inputs(T, 2, 1)
         assert errors(OPERATIONS["ungated"], (scale * delta * (randn(1, T, 2, 2) > 1), *rest), backend=backend) < 1e-5
+    angles = torch.cat((1e4 * randn(12).clamp(-1, 1), torch.arange(-12, 12) * math.pi / 4))[None, None]  # every octant
+    turned = 0 * angles, angles, torch.zeros(1, 1, 36, 2), torch.tensor([1.0, 0.0]).expand(1, 36, 2)  # exp(i theta)
+    assert errors(OPERATIONS["complex"], turned, backend=backend) < 3e-7
     T, at = T + 9, T  # a gate of exactly 0: what was before has no influence
     for name in "phase", "memory":
         q, k, v, _, S = OPERATIONS[name].inputs(T, 4)
@@ -375,27 +358,18 @@ def test_extreme_gates(backend, monkeypatch):
 
 
 @EACH
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference", "dual", "step"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
 def test_empty_batches(name, backend):
     """No sequence at all: empty outputs and states, forward and backward. No step is refused."""
-    operation, T = OPERATIONS[name], 1 if backend == "step" else 70
-    if backend in ("dual", "step") and name not in ("phase", "memory"):
-        return
-    leaves = [x.float().requires_grad_() for x in operation.inputs(T, 3, 0)]
-    outputs = [x for x in operation(*leaves, backend=backend) if x is not None]
-    assert outputs[0].shape[operation.axis] == T and not outputs[0].numel()
+    operation = OPERATIONS[name]
+    leaves = [x.float().requires_grad_() for x in operation.inputs(70, 3, 0)]
+    outputs = operation(*leaves, backend=backend, cuts=() if backend == "triton" else (30,))
+    assert outputs[0].shape[operation.axis] == 70 and not outputs[0].numel()
     grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
     assert [x.shape for x in grads] == [x.shape for x in leaves]
-    if backend == "torch":  # nor are there numbers on "meta"
-        assert operation(*(x.to("meta") for x in operation.inputs(T, 3)))[0].is_meta
-    if backend in ("torch", "reference"):
-        assert not operation(*leaves, backend=backend, cuts=(30,))[0].numel()
-        inputs = enumerate(operation.inputs(9, 3))
-        with pytest.raises(ValueError, match="T, N, d > 0"):
-            empty = (x.narrow(operation.axis, 0, 0) if i in operation.timed else x for i, x in inputs)
-            operation(*empty, backend=backend)
-    if name == "complex":
-        assert operation(*(x.float() for x in scan_inputs(20, 0)), backend=backend)[0].shape == (2, 20, 0, 2)
+    inputs = enumerate(operation.inputs(9, 3))
+    with pytest.raises(ValueError, match="T > 0"):
+        operation(*(x.narrow(operation.axis, 0, 0) if i in operation.timed else x for i, x in inputs), backend=backend)
 
 
 @pytest.mark.slow
@@ -405,20 +379,18 @@ def test_memory_is_linear_in_time():
     code = """
 import os, resource, sys, torch, kernels
 torch.set_num_threads(1)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-E, N = 256, 16
 rand = lambda *shape: torch.rand(1, *shape)
-for function, T, inputs in (
+for function, longest, inputs in (
     (kernels.complex_scan, 2048, lambda T: (-rand(T, 1024), rand(T, 1024), rand(T, 1024, 2))),
-    (kernels.selective_scan, 4096, lambda T: (rand(T, E), rand(T, E) / 10, -torch.ones(E, N), rand(T, N), rand(T, N))),
+    (kernels.selective_scan, 4096, lambda T: (rand(T, 256), rand(T, 256), -rand(256, 16)[0], rand(T, 16), rand(T, 16))),
     (kernels.phase_memory, 4096, lambda T: (*(rand(4, T, 16, 2) - 0.5 for _ in range(3)), -rand(4, T))),
 ):
     if not os.fork():
-        for T in (64, T):
-            before = peak()
+        for T in (64, longest):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             function(*[x.requires_grad_() for x in inputs(T)])[0].sum().backward()
-        print(peak() - before, flush=True)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        print(grown / 2 ** (20 if sys.platform == "darwin" else 10), flush=True)
         os._exit(0)
     os.wait()
 """
@@ -432,51 +404,10 @@ for function, T, inputs in (
 
 @EACH
 def test_refuses_what_does_not_fit(name):
-    """Of each input: an axis that is longer, one more or less, another device, complex and whole numbers, no tensor."""
-    operation = OPERATIONS[name]
-    inputs = [x.float() for x in operation.inputs(5, 4)]
-    for i, x in enumerate(inputs):
-        wrong = [(torch.cat((x, x.narrow(axis, 0, 1)), axis), "shape") for axis in range(x.dim())]
-        wrong += [(x[..., None], "shape"), (x[0], "shape"), ((1, 2), "tuple"), (x.int(), "int32")]
-        wrong += [(x.to("meta"), " on (meta|cpu)"), (x.to(torch.complex64), r"complex64.*torch\.view_as_real")]
-        for y, message in wrong:
-            with pytest.raises(ValueError, match=message):
-                operation(*inputs[:i], y, *inputs[i + 1 :])
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; known: torch, triton, reference"):
-        operation(*inputs, backend="cuda")
-
-
-def test_a_refusal_says_what_was_expected():
-    zeros, tokens = partial(torch.zeros, 1, 2), torch.zeros(1, 2, 3, 3, 2)
-    scan = kernels.complex_scan, {"log_decay": zeros(3), "theta": zeros(3), "b": zeros(3, 2)}
-    attend = kernels.born_attention, {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"}
-    remember = kernels.phase_memory, attend[1] | {"log_gamma": zeros(5)}
-    for (function, given), changes, message in [
-        (scan, {"log_decay": zeros()}, "log_decay has shape (1, 2); expected (B, T, C|1) with B = 1, T = 2"),
-        (scan, {"theta": zeros(3).to("meta")}, "theta is torch.float32 on meta; expected torch.float32 on cpu"),
-        (scan, {"method": "fast"}, "unknown method 'fast'"),
-        (scan, {"theta": None, "b": zeros(3), "method": "clamped"}, "complex"),
-        (attend, {"k": tokens.half()[:, :, [0] * 5]}, "k is torch.float16 on cpu; expected torch.float32 on cpu"),
-        (attend, {"method": "softmax"}, "unknown method 'softmax'"),
-        (attend, {"state": (zeros(9, 8), tokens, tokens)}, "state_S has shape (1, 2, 9, 8)"),
-        (attend, {"state": (None, zeros(3, 4, 2), tokens)}, "state_k has shape (1, 2, 3, 4, 2)"),
-        (attend, {"state": (None, tokens, zeros(4, 3, 2))}, "state_v has shape (1, 2, 4, 3, 2)"),
-        (attend, {"state": (None, tokens.double(), tokens.double())}, "state_k is torch.float64 on cpu; expected"),
-        (attend, {"state": (None, tokens)}, "the state is not (S or None, k, v)"),
-        (attend, {"state": (None, None, None)}, "the state is not (S or None, k, v)"),
-        (remember, {"state": zeros(3, 3)}, "state has shape (1, 2, 3, 3); expected (B, H, d, d, 2)"),
-        (remember, {"backend": "step"}, "backend='step' takes one token, not 5"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            function(**given | changes)
-
-
-@EACH
-def test_derivatives_but_one_backward_are_refused(name):
-    """Forward mode would be zero without a word, also of one input alone and under vmap. The others end in an error. By
-    the reference all are right: test_derivatives of the models."""
+    """Of each input: an axis that is longer, one more or less, another device, complex and whole numbers, no tensor.
+    And derivatives other than one backward: forward mode would be zero without a word, also of one input alone."""
     operation, func, ad = OPERATIONS[name], torch.func, torch.autograd.forward_ad
-    inputs = operation.inputs(9, 3)
+    inputs = [x.float() for x in operation.inputs(5, 4)]
 
     def dual_numbers(function, x, direction):
         with ad.dual_level():
@@ -484,17 +415,47 @@ def test_derivatives_but_one_backward_are_refused(name):
 
     for i, x in enumerate(inputs):
         of_one = lambda x, i=i: operation(*inputs[:i], x, *inputs[i + 1 :])  # noqa: E731
-        for function, x in (of_one, x), (func.vmap(of_one), x[None]):
-            for transform in func.jvp, dual_numbers:
-                with pytest.raises(NotImplementedError, match="backend='reference'"):
-                    transform(function, (x,), (x.cos(),))
-    assert torch.equal(func.vmap(of_one)(inputs[-1][None])[0][0], operation(*inputs)[0])
-    with pytest.raises(RuntimeError):
-        func.vjp(operation, *inputs)
+        wrong = [(torch.cat((x, x.narrow(axis, 0, 1)), axis), "shape") for axis in range(x.dim())]
+        wrong += [(x[..., None], "shape"), (x[0], "shape"), ((1, 2), "tuple"), (x.int(), "int32")]
+        wrong += [(x.to("meta"), " on (meta|cpu)"), (x.to(torch.complex64), r"complex64.*torch\.view_as_real")]
+        for y, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                of_one(y)
+        for (function, y), transform in itertools.product(
+            ((of_one, x), (func.vmap(of_one), x[None])), (func.jvp, dual_numbers)
+        ):
+            with pytest.raises(NotImplementedError, match="backend='reference'"):
+                transform(function, (y,), (y.cos(),))
+    assert torch.equal(func.vmap(of_one)(x[None])[0][0], operation(*inputs)[0])
     leaves = [x.requires_grad_() for x in inputs]
     grads = torch.autograd.grad(operation(*leaves)[0].square().sum(), leaves, create_graph=True, materialize_grads=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+    for derivative in (
+        lambda: func.vjp(operation, *operation.inputs(5, 4)),
+        lambda: torch.autograd.grad(sum(g.square().sum() for g in grads), leaves),
+    ):
+        with pytest.raises(RuntimeError):
+            derivative()
+
+
+def test_a_refusal_says_what_was_expected():
+    zeros, tokens = partial(torch.zeros, 1, 2), torch.zeros(1, 2, 3, 3, 2)
+    scan = kernels.complex_scan, {"log_decay": zeros(3), "theta": zeros(3), "b": zeros(3, 2)}
+    attend = kernels.born_attention, {name: torch.ones(1, 2, 5, 3, 2) for name in "qkv"}
+    for (function, given), changes, message in [
+        (scan, {"log_decay": zeros()}, "log_decay has shape (1, 2); expected (B, T, C|1) with B = 1, T = 2"),
+        (scan, {"b": zeros(3)}, "b has shape (1, 2, 3); expected (B, T, C, 2) with B = 1, T = 2, C = 3"),
+        (scan, {"method": "fast"}, "unknown method 'fast'"),
+        (scan, {"backend": "cuda"}, "unknown backend 'cuda'; known: torch, triton, reference"),
+        (scan, {"theta": None, "b": zeros(3), "method": "clamped"}, "complex"),
+        (attend, {"k": tokens.half()[:, :, [0] * 5]}, "k is torch.float16 on cpu; expected torch.float32 on cpu"),
+        (attend, {"state": (zeros(9, 8), tokens, tokens)}, "state_S has shape (1, 2, 9, 8)"),
+        (attend, {"state": (None, zeros(3, 4, 2), tokens)}, "state_k has shape (1, 2, 3, 4, 2)"),
+        (attend, {"state": (None, tokens.double(), tokens.double())}, "state_k is torch.float64 on cpu; expected"),
+        (attend, {"state": (None, tokens)}, "the state is not (S or None, k, v)"),
+        (attend, {"state": (None, None, None)}, "the state is not (S or None, k, v)"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(**given | changes)
 
 
 def operator_of(function, *inputs, device="cpu", **given):
@@ -515,23 +476,19 @@ def test_the_backend_is_what_was_asked_for(monkeypatch):
     """By the call, by the environment, by device and dtype, in this order. What cannot run here is refused."""
     shapes, single = ((2, 5, 3), (2, 5, 3), (2, 5, 3, 2)), torch.float32
     x, on_gpu = [torch.zeros(shape) for shape in shapes], "complex_scan" if kernels.triton is None else "triton_scan"
-    for variable, backend, dtypes, device, expected in [
-        ("", None, 3 * [single], "cpu", "complex_scan"),
-        ("", None, 3 * [single], "cuda", on_gpu),
-        ("", None, [single, torch.bfloat16, torch.float16], "cuda", on_gpu),
-        ("", None, [single, single, torch.float64], "cuda", "complex_scan"),
-        ("", "torch", 3 * [single], "cuda", "complex_scan"),
-        ("torch", None, 3 * [single], "cuda", "complex_scan"),
-        ("reference", "torch", 3 * [single], "cpu", "complex_scan"),
-    ]:
+    for variable, backend, last, device, expected in [
+        ("", None, single, "cpu", "complex_scan"), ("", None, torch.bfloat16, "cuda", on_gpu),
+        ("", None, torch.float64, "cuda", "complex_scan"), ("", "torch", single, "cuda", "complex_scan"),
+        ("torch", None, single, "cuda", "complex_scan"), ("reference", "torch", single, "cpu", "complex_scan"),
+    ]:  # fmt: skip
         monkeypatch.setenv("NANOHILBERT_BACKEND", variable)
-        found = operator_of(kernels.complex_scan, *zip(shapes, dtypes), device=device, backend=backend)
-        assert found[0] == expected, (variable, backend, dtypes, device)
+        inputs = zip(shapes, (single, single, last))
+        found = operator_of(kernels.complex_scan, *inputs, device=device, backend=backend)
+        assert found[0] == expected, (variable, backend, last, device)
     monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
     for function in (kernels.check_backend, lambda: kernels.complex_scan(*x)):
         with pytest.raises(ValueError, match="unknown NANOHILBERT_BACKEND 'tritn'; known: torch, triton, reference"):
             function()
-    monkeypatch.setenv("NANOHILBERT_BACKEND", "")
     for message, dtype, interpreted in ("on cpu", single, "0"), ("64", torch.float64, "1"), ("missing", single, "1"):
         monkeypatch.setenv("TRITON_INTERPRET", interpreted)
         if message == "missing":
@@ -539,12 +496,13 @@ def test_the_backend_is_what_was_asked_for(monkeypatch):
         for function, given in (kernels.complex_scan, x), (kernels.born_attention, 3 * [torch.ones(1, 1, 2, 2, 2)]):
             with pytest.raises(ValueError, match=f"backend='triton' needs.*{message}"):
                 function(*(y.to(dtype) for y in given), backend="triton")
-    assert kernels.complex_scan(*x)[0].dtype == single
 
 
 @compiles
-def test_born_attention_takes_the_faster_form():
-    """By "auto" the linear form from a measured length on, on a GPU from a counted one; never beyond its widest N."""
+def test_born_attention_takes_the_faster_form_in_autocasts_dtype(monkeypatch):
+    """By "auto" the linear form from a measured length on, on a GPU from a counted one; never beyond its widest N. Under
+    autocast Triton's kernels multiply in bfloat16, as float16 has not the range. Without autocast, as given."""
+    single, half, short = torch.float32, torch.float16, torch.bfloat16
     for device, T, N, method, expected in [
         ("cpu", 383, 2, "auto", ("born_sum", False)), ("cpu", 384, 2, "auto", ("born_sum", True)),
         ("cpu", 767, 16, "auto", ("born_sum", False)), ("cpu", 768, 16, "auto", ("born_sum", True)),
@@ -553,23 +511,16 @@ def test_born_attention_takes_the_faster_form():
         ("cuda", 9, 32, "linear", ("triton_born", True)), ("cuda", 9, 33, "linear", ("born_sum", True)),
         ("cuda", 20_000, 33, "auto", ("triton_born", False)),
     ]:  # fmt: skip
-        inputs = 3 * [((1, 1, T, N, 2), torch.float32)]
+        inputs = 3 * [((1, 1, T, N, 2), single)]
         name, args = operator_of(kernels.born_attention, *inputs, device=device, method=method)
         assert (name, *args[4:]) == expected, (device, T, N, method)
-
-
-@compiles
-def test_kernels_multiply_in_bfloat16_under_autocast(monkeypatch):
-    """As PyTorch's attention does in autocast's dtype; but float16 has not the range. Without autocast, as given."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # lets CPU tensors through
-    single, half, short = torch.float32, torch.float16, torch.bfloat16
     dtypes = (None, single, single), (short, single, short), (half, single, short), (half, half, half)
-    for autocast, given, expected in dtypes:
+    functions = (kernels.born_attention, ()), (kernels.phase_memory, [((1, 1, 5), single)])
+    for (autocast, given, expected), (function, more) in itertools.product(dtypes, functions):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            for function, more in (kernels.born_attention, ()), (kernels.phase_memory, [((1, 1, 5), single)]):
-                inputs = *3 * [((1, 1, 5, 2, 2), given)], *more
-                _, args = operator_of(function, *inputs, backend="triton")
-                assert [x.dtype for x in args[:3]] == 3 * [expected]
+            _, args = operator_of(function, *3 * [((1, 1, 5, 2, 2), given)], *more, backend="triton")
+        assert [x.dtype for x in args[:3]] == 3 * [expected]
 
 
 def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monkeypatch, capsys):
@@ -610,18 +561,11 @@ def test_cayley_transition_is_eq_1_in_one_dimension():
 def test_clamped_scan_is_algorithm_2_and_where_it_departs():
     """QS Algorithm 2: equal to the recurrence while a chunk's log-decays sum to more than -30, far off beyond."""
     _, theta, b, h0 = scan_inputs(200, 4)
-
-    def relative_error(gate, method):
+    for gate, least, most in (0.9, 0, 1e-12), (0.63, 0, 1e-3), (0.5, 0.5, 9):  # 64 log 0.63 = -29.6; 64 log 0.5 = -44
         log_decay = torch.full_like(theta, math.log(gate))
         exact = kernels.complex_scan(log_decay, theta, b, h0, backend="reference")[0]
-        found = kernels.complex_scan(log_decay, theta, b, h0, method=method)[0]
-        return ((found - exact).abs().max() / exact.abs().max()).item()
-
-    assert relative_error(0.63, "clamped") < 1e-3  # 64 log 0.63 = -29.6
-    assert relative_error(0.9, "clamped") < 1e-12
-    assert relative_error(0.5, "clamped") > 0.5  # 64 log 0.5 = -44: the initialisation of the paper
-    for gate in (0.9, 0.63, 0.5, 1e-4):
-        assert relative_error(gate, "exact") < 1e-12
+        found = kernels.complex_scan(log_decay, theta, b, h0, method="clamped")[0]
+        assert least <= (found - exact).abs().max() / exact.abs().max() < most
     # By hand, one chunk of three steps with the clamp in play: l = -20, -30, -30. Growth is clamped at 0: P = 1.
     one = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2)
     for step, expected in (-20.0, [1.0, 1 + math.exp(-10), 2 + math.exp(-10)]), (10.0, [1.0, 2.0, 3.0]):
@@ -635,7 +579,7 @@ def test_clamped_scan_is_algorithm_2_and_where_it_departs():
 def test_born_attention_at_extreme_scores(backend, method, monkeypatch):
     """The scale of q and k, rows of zeros, and queries orthogonal to the keys, or nearly, where the floor decides."""
     T, cut = (200, 64) if backend == "torch" else (37, 32)
-    operation, most = OPERATIONS[method], bound(T, 8)
+    operation = OPERATIONS[method]
     if backend == "triton":
         small_tiles(monkeypatch)
 
@@ -647,29 +591,24 @@ def test_born_attention_at_extreme_scores(backend, method, monkeypatch):
     exact = kernels.born_attention_reference(q, k, v)
     for q_scale, k_scale in (1e-12, 1), (1e12, 1), (1, 1e-12), (1, 1e12):  # eq. 5 does not depend on them
         torch.testing.assert_close(o(q_scale * q, k_scale * k), exact, atol=2e-5, rtol=0)
-    zero, late = q.clone(), torch.zeros_like(k)
-    zero[:, :, T // 5 : T // 2] = 0  # no direction at all
-    late[:, :, T // 2 :] = k[:, :, T // 2 :]  # no key at first
-    assert (o(zero, k)[:, :, T // 5 : T // 2] == 0).all()
-    assert (o(q, late)[:, :, : T // 2] == 0).all()
-    first, second = torch.zeros_like(q), k.clone()
+    zero, late, first, second = q.clone(), k.clone(), torch.zeros_like(q), k.clone()
+    zero[:, :, T // 5 : T // 2] = late[:, :, : T // 2] = 0  # no direction at all, no key at first
     first[..., 0, :], second[..., 0, :] = q[..., 0, :], 2e-3 * k[..., 0, :]  # nearly orthogonal
-    cases = [(zero, late, 10 * v), (first, second, v)]
+    assert (o(zero, k)[:, :, T // 5 : T // 2] == 0).all() and (o(q, late)[:, :, : T // 2] == 0).all()
+
+    def lacking(q, k, v, backend):  # coordinates of k that q lacks: their gradient is the floor's alone
+        return operation(q, torch.cat((second[..., :1, :].to(k), k), -2), v, backend=backend)
+
+    cases = [(operation, (zero, late, 10 * v)), (operation, (first, second, v))]
     if backend == "torch":  # which is fast
-        cases += [(q, 1e-2 * k, v), (1e2 * q, k, v), (zero, k, v), (q, late, v)]
-    for inputs in cases:
-        assert errors(operation, inputs, backend=backend) < most
-    if method == "linear":  # the floor of a past in the state, and alone in the gradient of coordinates that q lacks
-        assert errors(partial(operation, cuts=(cut,)), (first, second, v), backend=backend) < most
-
-        def lacking(q, k, v, backend):
-            return operation(q, torch.cat((second[..., :1, :].to(k), k), -2), v, backend=backend)
-
-        assert errors(lacking, (first, second[..., 1:, :], v), backend=backend) < most
+        cases += [(operation, x) for x in ((q, 1e-2 * k, v), (1e2 * q, k, v), (zero, k, v), (q, late, v))]
+    if method == "linear":  # and the floor of a past in the state
+        cases += [(partial(operation, cuts=(cut,)), (first, second, v)), (lacking, (first, second[..., 1:, :], v))]
+    for function, inputs in cases:
+        assert errors(function, inputs, backend=backend) < bound(T, 8)
     second[..., : T // 2, :1, :] = 0  # orthogonal to the first half of the keys
-    found = o(first, second)
+    found, exact = o(first, second), kernels.born_attention_reference(first, second, v)
     assert (found[:, :, : min(64, T // 2)] == 0).all()  # the chunk's own scores are exact, not a difference of features
-    exact = kernels.born_attention_reference(first, second, v)
     torch.testing.assert_close(found[:, :, T // 2 :], exact[:, :, T // 2 :], atol=1e-4, rtol=0)
     if backend == "triton":  # by powers of two there is no rounding at all
         usual = o(q, k)
@@ -684,11 +623,10 @@ def test_born_attention_of_orthogonal_queries_is_bounded(method, cut):
     """Queries in a random orthogonal complement of the old keys: what is left is the rounding of the features. Neither
     output nor gradients may blow it up."""
     N, T = 16, 140
-    basis = unitary_columns(N).mT
-    q, k = torch.complex(randn(T, N), randn(T, N, seed=2)), torch.complex(randn(T, N, seed=3), randn(T, N, seed=4))
+    q, k = (torch.complex(randn(T, N, seed=i), randn(T, N, seed=i + 1)) for i in (0, 2))
     q[:, : N // 2], k[:, N // 2 :] = 0, 0
-    q, k = (torch.view_as_real(x @ basis.mT).view(1, 1, T, N, 2).float().requires_grad_() for x in (q, k))
-    v = randn(1, 1, T, N, 2, seed=5).float().requires_grad_()
+    turned = (torch.view_as_real(x @ unitary_columns(N)) for x in (q, k))
+    q, k, v = (x.view(1, 1, T, N, 2).float().requires_grad_() for x in (*turned, randn(T, N, 2, seed=5)))
     o = OPERATIONS[method](q, k, v, cuts=() if cut is None else range(cut, T, cut))[0]
     assert o.abs().max() < v.abs().max()
     assert all(x.abs().max() < 1e4 for x in torch.autograd.grad(o.sum(), (q, k, v)))
@@ -726,34 +664,16 @@ def in_pieces(inputs, cuts, *backends, method="auto"):
 def test_born_state_is_small_and_the_sum_it_says():
     """However the past was cut, S, whose size stays the same, and the newest tokens are equal. The reference and the
     torch path go on from each other's states."""
-    inputs = [x.float() for x in born_inputs(200, 3)]
-    expected = in_pieces(inputs, (), "torch")[1]
-    for cuts in (64, 128, 192), (100,), tuple(range(1, 200)):
-        S, k, v = in_pieces(inputs, cuts, "torch")[1]
-        assert S.shape == (1, 2, 9, 7)
-        assert torch.equal(k, inputs[1][:, :, 192:]) and torch.equal(v, inputs[2][:, :, 192:])
-        torch.testing.assert_close(S, expected[0], atol=1e-4, rtol=1e-4)
     for dtype, atol in (torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 1e-4):
-        inputs = [x.to(dtype) for x in born_inputs(150, 3)]
-        whole, _ = kernels.born_attention(*inputs, backend="reference")
+        inputs = [x.to(dtype) for x in born_inputs(200, 3)]
+        whole, (expected, *_) = in_pieces(inputs, (), "reference")[0], in_pieces(inputs, (), "torch")[1]
+        for cuts in (64, 128, 192), (100,), tuple(range(1, 200)):
+            S, k, v = in_pieces(inputs, cuts, "torch")[1]
+            assert S.shape == (1, 2, 9, 7)
+            assert torch.equal(k, inputs[1][:, :, 192:].to(k)) and torch.equal(v, inputs[2][:, :, 192:].to(v))
+            torch.testing.assert_close(S, expected, atol=atol, rtol=1e-4)
         for backends in (("reference", "reference"), ("torch", "reference"), ("reference", "torch")):
             torch.testing.assert_close(in_pieces(inputs, (130,), *backends)[0], whole, atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["phase", "memory"])
-@pytest.mark.parametrize("T", [1, 7, 130])
-def test_dual_form_equals_reference(T, name):
-    """PAM eq. 7, the O(T^2) form, forward and backward, with a state and without; autocast changes nothing."""
-    operation, inputs = OPERATIONS[name], OPERATIONS[name].inputs(T, 6, 2)
-    assert errors(lambda *x, backend: operation(*x, backend=backend or "dual")[:1], inputs) < bound(T, 6)
-    (y, S), exact = (operation(*inputs[:4], backend=backend) for backend in ("dual", "reference"))
-    assert S is None
-    torch.testing.assert_close(y, exact[0])
-    runs = []
-    for enabled in False, True:
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            runs.append(operation(*(x.float() for x in inputs), backend="dual")[0])
-    assert torch.equal(*runs)
 
 
 def unitary_columns(d, seed=0):
@@ -766,19 +686,18 @@ def test_retrieval_with_orthogonal_keys_is_lossless():
     d = 16
     keys, values = unitary_columns(d), torch.complex(randn(d, d, seed=5), randn(d, d, seed=6))
     k, v = (torch.view_as_real(x)[None, None] for x in (keys, values))
-    zero, gates = torch.zeros(1, 1, 1, d, 2).double(), torch.zeros(1, 1, d).double()
+    nothing, gates = torch.zeros(1, 1, d, d, 2).double(), torch.zeros(1, 1, d).double()
 
     def retrieve(q, S):
-        return torch.view_as_complex(kernels.phase_memory(q, zero, zero, gates[..., :1], S)[0][0, 0, 0])
+        return torch.view_as_complex(kernels.phase_memory(q, nothing, nothing, gates, S)[0][0, 0])
 
-    _, S = kernels.phase_memory(torch.zeros_like(k), k, v, gates)
-    for j in range(d):
-        torch.testing.assert_close(retrieve(k[:, :, j : j + 1], S), values[j], atol=1e-12, rtol=0)
+    _, S = kernels.phase_memory(nothing, k, v, gates)
+    torch.testing.assert_close(retrieve(k, S), values, atol=1e-12, rtol=0)
     # One pair more has no orthogonal key left, and what it adds is retrieved with the others.
-    _, crowded = kernels.phase_memory(zero, k[:, :, :1] + k[:, :, 1:2], v[:, :, 2:3], gates[..., :1], S)
-    assert (retrieve(k[:, :, :1], crowded) - values[0]).abs().max() > 0.1
+    _, crowded = kernels.phase_memory(nothing[:, :, :1], k[:, :, :1] + k[:, :, 1:2], v[:, :, 2:3], gates[..., :1], S)
+    assert (retrieve(k, crowded)[0] - values[0]).abs().max() > 0.1
     # A turn of the key by a phase turns what is retrieved: the product with k^* is complex, not its real part.
-    torch.testing.assert_close(retrieve(torch.view_as_real(1j * keys[:1])[None, None], S), 1j * values[0])
+    torch.testing.assert_close(retrieve(torch.view_as_real(1j * keys)[None, None], S), 1j * values)
 
 
 def test_temperature_cancels():
@@ -806,11 +725,9 @@ def test_two_state_interference(method):
     """QS 5.5: p = |<e|psi>|^2 = (1 + cos theta) / 2, here as the weight of a key in Born attention."""
     theta = torch.linspace(0, math.pi, 7).double()
     psi = torch.stack((torch.ones(7), torch.polar(torch.ones(7).double(), theta)), -1) / 2**0.5
-    e = torch.full_like(psi, 0.5**0.5)
+    e, p = torch.full_like(psi, 0.5**0.5), (1 + theta.cos()) / 2
     q, k = (torch.view_as_real(torch.stack(x, 1))[None] for x in ((e, e), (e, psi)))  # weights: 1 of e itself, and p
-    v = torch.zeros_like(q)
-    v[:, :, 1, 0, 0] = 1
-    p = (1 + theta.cos()) / 2
+    v = torch.tensor([0.0, 1.0]).double()[:, None, None].expand_as(q)
     o = kernels.born_attention(q, k, v, method=method)[0][0, :, 1, 0, 0]
     torch.testing.assert_close(o, p / (1 + p), atol=3e-6, rtol=0)  # the denominator is raised by 2e-6
 
@@ -819,73 +736,48 @@ def test_two_state_interference(method):
 
 
 @needs_triton
-def test_triton_angles(monkeypatch):
-    """One step from h = 1 is exp(i theta): the kernel's own sine and cosine, at large angles and at every octant."""
-    small_tiles(monkeypatch)
-    angles = torch.cat((1e4 * randn(12).clamp(-1, 1), torch.arange(-12, 12) * math.pi / 4)).float()[None, None]
-    zero, h0 = torch.zeros_like(angles), torch.tensor([1.0, 0.0]).expand(1, angles.shape[-1], 2)
-    inputs = zero, angles, zero[..., None].expand(-1, -1, -1, 2), h0
-    found = kernels.complex_scan(*(x.to(KERNEL_DEVICE) for x in inputs), backend="triton")[0].cpu().double()
-    exact = kernels.complex_scan(*(x.double() for x in inputs), backend="reference")[0]
-    torch.testing.assert_close(found, exact, atol=3e-7, rtol=0)
-
-
-@needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_triton_half_precision_at_extremes(dtype, monkeypatch):
     """One token; a key above all others; rows of zeros; values, states and gradients beyond the range of float16."""
     small_tiles(monkeypatch)
-    q, k, v = (x[:, :1] for x in born_inputs(20, 3))
+    q, k, v, log_gamma = (x[:, :1] for x in phase_inputs(20, 3)[:4])
     above, no_q, no_k, late = k.clone(), q.clone(), k.clone(), k.clone()
     above[:, :, 3] *= 1e4
     no_q[:, :, 4:9] = no_k[:, :, 6:] = late[:, :, :9] = 0
-    quadratic, linear, one = OPERATIONS["quadratic"], OPERATIONS["linear"], [x[:, :, :1] for x in (q, k, v)]
-    gates = -0.1 * torch.ones(1, 1, 20).double()
+    attend, linear, one = OPERATIONS["quadratic"], OPERATIONS["linear"], [x[:, :, :1] for x in (q, k, v)]
 
-    def remember(*x, backend):
-        return kernels.phase_memory(*x, gates[:, :, : x[0].shape[2]].to(x[0]), backend=backend)
+    def remember(q, k, v, backend):
+        return kernels.phase_memory(q, k, v, log_gamma[:, :, : q.shape[2]].to(q), backend=backend)
 
-    def scaled(function, by):  # and with it the gradients that come in
-        return lambda *x, backend: [by * y for y in function(*x, backend=backend)]
-
-    for i, (function, inputs, floor) in enumerate([
-        *((f, x, 0.1) for f in (quadratic, linear) for x in (one, (q, above, v), (no_q, late, v))),
-        (scaled(quadratic, 1e-7), (q, k, 1e4 * v), 1e-4), (scaled(quadratic, 1e3), (q, 1e-2 * k, 1e-3 * v), 0.1),
-        (remember, one, 0.1), (remember, (no_q, no_k, v), 0.1),
-        (scaled(remember, 1e-8), (q, 1e3 * k, 1e3 * v), 1e-6),  # states of 1e6
-        (scaled(remember, 1e6), (1e-2 * q, 1e-2 * k, 1e-2 * v), 0.1),
+    for i, (function, by, inputs, floor) in enumerate([  # by: of the outputs, and of the gradients that come in
+        *((f, 1, x, 0.1) for f in (attend, linear) for x in (one, (q, above, v), (no_q, late, v))),
+        (attend, 1e-7, (q, k, 1e4 * v), 1e-4), (attend, 1e3, (q, 1e-2 * k, 1e-3 * v), 0.1),
+        (remember, 1, one, 0.1), (remember, 1, (no_q, no_k, v), 0.1),
+        (remember, 1e-8, (q, 1e3 * k, 1e3 * v), 1e-6),  # states of 1e6
+        (remember, 1e6, (1e-2 * q, 1e-2 * k, 1e-2 * v), 0.1),
     ]):  # fmt: skip
-        assert errors(function, inputs, dtype, backend="triton", floor=floor) < 3e-2, i
-    q, k, v, log_gamma, _ = phase_inputs(9, 3)
+        scaled = lambda *x, backend: [by * y for y in function(*x, backend=backend)]  # noqa: B023, E731
+        assert errors(scaled, inputs, dtype, backend="triton", floor=floor) < 3e-2, i
     given = [x.to(KERNEL_DEVICE) for x in (q.to(dtype), k.float(), v.to(dtype), log_gamma.to(dtype))]
-    y, _ = kernels.phase_memory(*given, backend="triton")
-    expected, _ = kernels.phase_memory_reference(q.to(dtype), k, v.to(dtype), log_gamma.to(dtype))
-    torch.testing.assert_close(y.cpu().double(), expected, atol=1e-5, rtol=1e-5)  # one float32 input: all in float32
+    y, expected = (kernels.phase_memory(*given, backend=backend)[0] for backend in ("triton", "reference"))
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)  # one float32 input: all in float32
 
 
 @needs_triton
 def test_triton_reads_views_where_they_lie(monkeypatch):
-    """Slices of one projection, as the models give them: no copies, and the gradients find their columns."""
+    """Slices of one projection, as the models give them: no copies."""
     small_tiles(monkeypatch)
     read, launch = [], kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *args, **c: (read.extend(tree_leaves(args[2:])), launch(*args, **c)))
-    T = 5
     for name, operation in OPERATIONS.items():
-        inputs, projections = operation.inputs(T, 3), []
+        inputs = [x.float().to(KERNEL_DEVICE) for x in operation.inputs(5, 3)]
         sliced = [inputs[i].movedim(operation.axis, 1) for i in operation.timed]  # (B, T, ...)
-
-        def function(projection, *rest, backend):
-            projections.append(projection)  # noqa: B023
-            parts = projection.split([x[0, 0].numel() for x in sliced], -1)  # noqa: B023
-            given = list(rest)
-            for i, x, y in zip(operation.timed, parts, sliced):  # noqa: B023
-                given.insert(i, x.unflatten(-1, y.shape[2:] or (1,)).movedim(1, operation.axis))  # noqa: B023
-            return operation(*given, backend=backend)  # noqa: B023
-
+        projection = torch.cat([x.flatten(2) for x in sliced], -1)
+        for i, x, y in zip(operation.timed, projection.split([x[0, 0].numel() for x in sliced], -1), sliced):
+            inputs[i] = x.unflatten(-1, y.shape[2:] or (1,)).movedim(1, operation.axis)
         read.clear()
-        projected = torch.cat([x.flatten(2) for x in sliced], -1), *without(inputs, *operation.timed)
-        assert errors(function, projected, backend="triton", floor=0.1) < bound(T, 4), name
-        storage = projections[0].untyped_storage().data_ptr()
+        operation(*inputs, backend="triton")
+        storage = projection.untyped_storage().data_ptr()
         given = [x for x in read if isinstance(x, torch.Tensor) and x.numel()]
         found = {x.data_ptr() for x in given if x.untyped_storage().data_ptr() == storage}
         assert len(found) == len(operation.timed), name
@@ -901,10 +793,9 @@ def test_triton_born_hands_over_its_state(monkeypatch):
         _, state = in_pieces(inputs, cuts, "triton", method="linear")
         torch.testing.assert_close(state[0], S, atol=1e-4, rtol=1e-5)
         assert all(torch.equal(x, y) and x._base is None for x, y in zip(state[1:], rest))
-    given = [x.clone().requires_grad_() for x in state]
-    one, runs = [x[:, :, :1] for x in inputs], []
+    given, runs = [x.clone().requires_grad_() for x in state], []
     for backend in "triton", "torch":
-        o, after = kernels.born_attention(*one, given, "linear", backend)
+        o, after = kernels.born_attention(*(x[:, :, :1] for x in inputs), given, "linear", backend)
         assert torch.equal(after[0], given[0]) and after[1].shape[2] == given[1].shape[2] + 1
         runs.append((o, *torch.autograd.grad(o.sin().sum(), given)))
     torch.testing.assert_close(*runs, atol=1e-6, rtol=1e-4)
@@ -967,7 +858,7 @@ def print_resources():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    found, types = {}, {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+    found, types = {}, {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
     cuobjdump = Path(kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
     def record(kernel, programs, *args, **constants):
@@ -1008,29 +899,18 @@ def print_resources():
         print(kernel.__name__, target, dtype, *use, f"SHARED:{binary.metadata.shared}", f"MMA:{products}", flush=True)
 
 
-def test_every_launch_is_on_one_grid_axis_with_four_warps_and_fused_multiply_add():
-    kernel = {(70_000,): lambda *args, **options: found.append((args, options))}
-    found, x = [], torch.zeros(1)
-    kernels._launch(kernel, 70_000, x, 3, TIME=8)
-    assert found == [((x, 3), {"TIME": 8} | kernels.OPTIONS)]
-    assert kernels.OPTIONS["num_warps"] <= 4 and "enable_fp_fusion" in kernels.OPTIONS
-
-
 @pytest.fixture(scope="session", autouse=True)
 def background(request):
     """The two long runs of other processes begin with the first test, on the core that the tests leave idle."""
-    commands = {
-        "test_interpreter": ["-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", "triton and not faults", __file__],
-        "test_kernels_compile_for_a100_and_h100": ["-c", "import test_all; test_all.print_resources()"],
-    }
-    variables = {"test_interpreter": {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}}
+    tests = ["-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", "triton and not faults", __file__]
+    interpreter = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    resources = ["-c", "import test_all; test_all.print_resources()"]
+    commands = {"test_interpreter": (tests, interpreter), "test_kernels_compile_for_a100_and_h100": (resources, {})}
+    pipes, running = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}, {}
     wanted = {item.name for item in request.session.items} if kernels.triton is not None and not INTERPRETED else ()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = {
-        name: subprocess.Popen(["nice", sys.executable, *command], cwd=ROOT, env=ENV | variables.get(name, {}), **pipes)
-        for name, command in commands.items()
-        if name in wanted
-    }
+    for name in commands.keys() & wanted:
+        command, variables = ["nice", sys.executable, *commands[name][0]], commands[name][1]
+        running[name] = subprocess.Popen(command, cwd=ROOT, env=ENV | variables, **pipes)
     yield running
     for process in running.values():
         process.kill()
