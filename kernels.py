@@ -26,12 +26,12 @@ the final one, and has gradients for both. States and sums are float32 (float64 
 dtype; only the Triton kernels of Born attention and phase memory multiply half-precision inputs, and under autocast all
 inputs, in bfloat16. The backward recomputes what it needs, so memory is O(T), but for the references and "dual".
 Algorithms are deterministic: the same inputs give the same bits, unless torch.cumsum runs on CUDA, for which PyTorch
-does not promise it: in "clamped", and the torch paths and the reference of Born attention and phase memory.
+does not promise it: in "clamped", "dual", and the torch paths and the reference of Born attention and phase memory.
 
 Gradients are those of backward() and torch.autograd.grad, once: the core of each torch and Triton path is one custom
 operator (for torch.compile, autocast, activation checkpointing and DDP). Other derivatives (jvp, torch.func, double
-backward) end in an error and need backend="reference". The references, "clamped" and one token of phase memory are
-plain PyTorch.
+backward) end in an error and need backend="reference". The references, "dual", "clamped" and one token of phase memory
+are plain PyTorch.
 
 backend=    None picks by the device of the inputs: "triton" on CUDA where Triton is installed and no input is
             float64, else "torch". "triton", "torch" and "reference" (float64 inside, in the same dtypes outside)
@@ -46,7 +46,7 @@ import math
 import os
 import re
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -109,13 +109,16 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         ValueError: shapes, dtypes or devices that do not fit; an unknown method or backend; one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
-    tensors, pair = (b, theta, log_decay, h0), "" if theta is None else " 2"
-    _check(f"b: B T C{pair}, theta: B T C, log_decay: B T C|1, h0: B C{pair}", *tensors)
+    tensors, shapes = (b, theta, log_decay, h0), "b: B T C 2, theta: B T C, log_decay: B T C|1, h0: B C 2"
+    _check(shapes.replace(" 2", "") if theta is None else shapes, *tensors)
     if method == "clamped":
         if theta is None:
             raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
         return complex_scan_clamped(log_decay, theta, b, h0)
-    backend, dtype = _pick(backend, *tensors)
+    return _complex_scan_by(*_pick(backend, *tensors), log_decay, theta, b, h0)
+
+
+def _complex_scan_by(backend, dtype, log_decay, theta, b, h0):
     if backend == "reference":
         return _in_dtype(dtype, *complex_scan_reference(log_decay, theta, b, h0))
     h0 = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0.to(dtype)
@@ -158,8 +161,8 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     # and this angle.
     theta = (2 * phi.atan()).flatten(2)
     log_decay = b.new_zeros(B, T, 1, dtype=exact) if gate is None else F.logsigmoid(gate).flatten(2)  # line 2
-    h0 = None if h0 is None else h0.flatten(1, 2)
-    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), h0, method, backend)
+    inputs = log_decay, theta, b.flatten(2, 3), None if h0 is None else h0.flatten(1, 2)
+    h, last = complex_scan_clamped(*inputs) if method == "clamped" else _complex_scan_by(backend, dtype, *inputs)
     return _in_dtype(dtype, h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
 
 
@@ -263,10 +266,8 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         summed |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
         The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
         tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
-        drops the state, does not pay for it. While no chunk is folded, S is the tensor that came in.
-        The rounding of S grows with the past. Where many equal keys are nearly orthogonal to a query (seen from 65,536
-        tokens on) it may outweigh what is left of the sum. A weight that it makes negative counts as 0, but o is then
-        rounding over floor, and not bounded by v.
+        drops the state, does not pay for it. The rounding of S grows with the past: from 65,536 tokens on it may
+        outweigh the sum for a query nearly orthogonal to many equal keys, and o is then not bounded by v.
     Raises:
         ValueError: as complex_scan.
     """
@@ -340,23 +341,24 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
         state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
         real: a real memory, PAM's ablation SAM: k^* is k.
-        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (eq. 7 as
-            the paper trains, O(T^2): one chunk of all tokens). What Triton multiplies in bfloat16 (see above; with it
-            the states that it reads) costs about 2e-3 of the largest y, and of the largest S, at d = 64 and T = 1024.
-            If q, k and v differ in dtype, it multiplies in float32.
+        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the
+            paper's O(T^2) form, no state out). What Triton multiplies in bfloat16 (see above; with it the states that
+            it reads) costs about 2e-3 of the largest y, and of the largest S, at d = 64 and T = 1024. If q, k and v
+            differ in dtype, it multiplies in float32.
     Returns:
-        (y, S): y in v's shape, and the state after the last token; float32 (float64 if an input is).
+        (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
     Raises:
         ValueError: as complex_scan.
     """
     tensors = q, k, v, log_gamma, state
-    of = "B H T d" if real else "B H T d 2"
-    shapes = f"q: {of}, k: {of}, v: {of}, log_gamma: B H T, state: {of.replace('T', 'd')}"
-    B, H, T, d = _check(shapes, *tensors)
+    shapes = "q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2"
+    B, H, T, d = _check(shapes.replace(" 2", "") if real else shapes, *tensors)
     one_token = T == 1 and backend is None and check_backend() is None
     backend, dtype = _pick(backend, *tensors, more=("dual",))
     if backend == "reference":
         return _in_dtype(dtype, *phase_memory_reference(*tensors, real))
+    if backend == "dual":
+        return phase_memory_dual(*tensors, real), None
     S = q.new_zeros(B, H, d, *q.shape[3:], dtype=dtype) if state is None else state.to(dtype)
     if backend == "triton" and not one_token:
         if not q.dtype == k.dtype == v.dtype:
@@ -364,7 +366,7 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         return _triton_phase(*_autocast(q, k, v), log_gamma, S.contiguous(), real)[:2]
     inputs = _in_dtype(dtype, q, k, v, log_gamma)
     if not one_token:
-        return _phase_in_chunks(*inputs, S, real, T if backend == "dual" else min(T, PHASE_CHUNK))
+        return _phase_in_chunks(*inputs, S, real)
     y, S = phase_memory_step(*(x.squeeze(2) for x in inputs), S, real)
     return y.unsqueeze(2), S
 
@@ -398,12 +400,18 @@ def _pick(backend, *tensors, more=()):
         backend = "triton" if triton is not None and x.is_cuda and dtype != torch.float64 else "torch"
     if backend == "triton" and not x.numel():
         return "torch", dtype  # without elements there is nothing to launch
-    runs_here = triton is not None and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
-    if backend == "triton" and (dtype == torch.float64 or not runs_here):
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and (triton is None or dtype == torch.float64 or not (x.is_cuda or interpreted)):
         here = f"Triton {'missing' if triton is None else 'installed'}, tensors on {x.device}, to compute in {dtype}"
         needed = "Triton and CUDA tensors (or TRITON_INTERPRET=1), none of float64"
         raise ValueError(f"backend='triton' needs {needed}; here: {here}")
     return backend, dtype
+
+
+@cache
+def _axes(shapes):
+    """Name and axes of each tensor of "b: B T C 2, theta: B T C", read once."""
+    return [(name, axes.split()) for name, axes in (named.split(": ") for named in shapes.split(", "))]
 
 
 def _check(shapes, *tensors, one_dtype=False, **sizes):
@@ -411,10 +419,9 @@ def _check(shapes, *tensors, one_dtype=False, **sizes):
     is given has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the
     first; with one_dtype also its dtype. Sizes that are known already come by name."""
     sizes["2"], first = 2, None
-    for named, x in zip(shapes.split(", "), tensors, strict=True):
+    for (name, axes), x in zip(_axes(shapes), tensors, strict=True):
         if x is None:
             continue
-        name, *axes = named.replace(":", "").split()
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ValueError(f"{name} is {kind}; expected a tensor of floats (complex: torch.view_as_real({name}))")
@@ -977,9 +984,9 @@ _phase_memory = _operator(
 )
 
 
-def _phase_in_chunks(q, k, v, log_gamma, S, real, c):
-    """y and the last S, in chunks of c tokens."""
+def _phase_in_chunks(q, k, v, log_gamma, S, real):
     (B, H, T, d), pair = q.shape[:4], q.shape[4:]
+    c = min(T, PHASE_CHUNK)
     chunks = -(-T // c)
 
     def in_chunks(x):  # (B, H, T, ...) -> (B*H, chunks, c, ... as one axis), padded with gamma = 1 and zeros
@@ -991,6 +998,20 @@ def _phase_in_chunks(q, k, v, log_gamma, S, real, c):
     y, M, _ = _phase_memory(*map(in_chunks, (q, k, v)), in_chunks(log_gamma).squeeze(-1), M, real)
     y = y.flatten(1, 2)[:, :T].reshape(B, H, T, d, *pair)
     return y, M.reshape(B, H, d, d, *pair).transpose(2, 3)
+
+
+def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
+    """The O(T^2) form in which the paper trains, eq. 7: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j.
+    Arguments as phase_memory. Only y: the state is what the recurrence is for."""
+    dtype = _compute_dtype(q, k, v, log_gamma, state)
+    q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
+    D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
+    with torch.autocast(q.device.type, enabled=False):
+        y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
+        if state is not None:
+            M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
+            y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
+    return y if real else y.unflatten(-1, (-1, 2))
 
 
 def phase_memory_step(q, k, v, log_gamma, S, real=False):
@@ -1477,12 +1498,11 @@ def _selective_backward_triton(grad_y, grad_hT, u, dt, A, B, C, starts):
 
 
 # ---- born_attention ----
-# The quadratic form. The vectors stay pairs: the product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of i
-# q with k, or of q with -i k. A program of the forward, or of the pass for q, keeps a tile of queries and reads the
-# keys that they see one tile after another. One of the pass for k and v keeps keys and reads the queries that see them.
-# The tile that a program keeps is multiplied by i (or -i), once; those that it reads are used as they lie. Instead of
-# |q| = 1, the rows of q are scaled by a power of two, exact in bfloat16 too, to Q with 1 <= |Q|^2 <= 8N (less for
-# subnormal q, up to 32N from 2^127 on). That factor cancels but beside the floor:
+# The quadratic form. The product of two rows of 2N reals is Re <q|k>, and Im <q|k> is that of i q with k, or of q with
+# -i k. A program of the forward, or of the pass for q, keeps a tile of queries, multiplied by i once, and reads keys
+# that they see, one tile after another. One of the pass for k and v keeps keys and reads the queries that see them.
+# Instead of |q| = 1, the rows of q are scaled by a power of two, exact in bfloat16 too, to Q with 1 <= |Q|^2 <= 8N
+# (less for subnormal q, up to 32N from 2^127 on). That factor cancels but beside the floor:
 #     o_i = sum_{j<=i} W_ij v_j / d_i,   W_ij = |<Q_i|k_j>|^2,   d_i = sum_{j<=i} W_ij + |Q_i|^2 floor_i
 # With G_i = dL/do_i / d_i: dL/dW_ij = G_i . v_j - G_i . o_i, dL/dfloor_i = -|Q_i|^2 G_i . o_i, and dL/dq_i is what
 # dL/dQ_i has across Q_i. float32 inputs are multiplied in float32; others, and the weights with them, in bfloat16,
@@ -1697,10 +1717,9 @@ if triton is not None:
 
     @triton.jit
     def _born_rounded(w, ptr, NEAREST):
-        """The weights as the product with v takes them, so that numerator and denominator sum the same numbers: in
-        bfloat16 unless v is float32. Cutting digits off is one instruction, and makes all weights too small by the same
-        share in the mean, which cancels in o; but not beside a state, whose weights are not cut: there they are rounded
-        to NEAREST."""
+        """The weights in the type of v, as bfloat16 or float32, so that numerator and denominator sum the same numbers.
+        Cutting digits off is one instruction, and what it takes from all weights in the mean cancels in o; but not
+        beside a state, whose weights are not cut: there they are rounded to NEAREST."""
         if ptr.dtype.element_ty == tl.float32:
             return w
         elif NEAREST:
@@ -1945,11 +1964,10 @@ def _born_in_triton(inputs, S, k, v, linear):
 # `_phase_state_kernel` walks over the chunks for a block of M and writes what stands before each, or from the end N,
 # what stands after each. All else has a program for each chunk, and forms E and the scores again:
 # `_phase_value_kernel`, one for each block of coordinates too, makes Y, dL/dQ, dL/dK and dL/dV, which are the same
-# sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32, others in
-# bfloat16; E, the sums, and M and N while they are carried on and at the end, are float32. But beside bfloat16 all
-# that is multiplied is rounded to it, by 2^-9 at most: the keys times E, the scores times E, and M and N as stored
-# before and after each chunk, also a caller's float32 state before its first. Complex tiles are tuples (re, im), in a
-# real memory twice the same.
+# sum of two products, and `_phase_gate_kernel` what is left. float32 inputs are multiplied in float32. Beside others
+# all that is multiplied is rounded to bfloat16: the keys and the scores times E, and M and N as stored for each chunk.
+# E, the sums, and M and N as they are carried on, are float32. Complex tiles are tuples (re, im), in a real memory
+# twice the same.
 
 # Tokens of a chunk, coordinates of a block, and of a block of M; in float32 16 (real 32), 32, 16.
 PHASE_TILE = 64, 64, 32
@@ -2224,7 +2242,7 @@ _triton_phase = _operator(
 
 
 def check_cases():
-    """One case per operation and form: (name, function that returns its outputs, inputs in float64)."""
+    """One case per operation and form: (name, function, inputs in float64)."""
     rand = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     B, T, E, N = 2, 257, 40, 16
 
@@ -2233,9 +2251,6 @@ def check_cases():
 
     def memory(B, d, *pair):
         return *(rand(B, 2, T, d, *pair) for _ in range(3)), -F.softplus(rand(B, 2, T) - 2), rand(B, 2, d, d, *pair)
-
-    def born(method):
-        return lambda *qkv, backend: born_attention(*qkv, method=method, backend=backend)[:1]
 
     log_decay, *rest = scan(B, T, 48)
     ungated = rand(B, T, 3, N), 0.1 * rand(B, T, 3).sigmoid(), rand(3, N), rand(B, T, 3, N, 2), rand(B, 3, N, 2)
@@ -2251,8 +2266,8 @@ def check_cases():
         ("cayley_scan", cayley_scan, cayley),
         ("cayley_scan, no gate", lambda delta, dt, *x, **k: cayley_scan(delta, dt, None, *x, **k), ungated),
         ("selective_scan", selective_scan, selective),
-        ("born_attention, quadratic", born("quadratic"), qkv),
-        ("born_attention, linear", born("linear"), qkv),
+        ("born_attention, quadratic", partial(born_attention, method="quadratic"), qkv),
+        ("born_attention, linear", partial(born_attention, method="linear"), qkv),
         ("phase_memory", phase_memory, memory(B, N, 2)),
         ("phase_memory, real", real_memory, memory(B, N)),
         ("phase_memory, d = 64", phase_memory, memory(1, 64, 2)),  # several blocks, as in PAM
@@ -2271,9 +2286,9 @@ def check_device():
     print("| operation | backend | inputs | output | gradients | |\n|" + "---|" * 6)
 
     def run(function, inputs, backend):
-        """Outputs and gradients, in float64."""
+        """Outputs, but for a state of several tensors, and gradients, in float64."""
         leaves = [x.clone().requires_grad_() for x in inputs]
-        outputs = function(*leaves, backend=backend)
+        outputs = [x for x in function(*leaves, backend=backend) if isinstance(x, Tensor)]
         weights = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(x) for x in outputs]
         grads = torch.autograd.grad(outputs, leaves, weights)
         return [[x.detach().cpu().double() for x in group] for group in (outputs, grads)]
