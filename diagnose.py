@@ -280,8 +280,8 @@ def complex_states(model, idx):
             memories = torch.stack([layer[0][0] for layer in state if layer])  # (L, H, d, d, 2)
             states.append(torch.view_as_complex(memories).diagonal(dim1=2, dim2=3))
         else:
-            psi = torch.stack([psi[0] for _, psi in state])  # (L, H N, 2)
-            states.append(torch.view_as_complex(psi.contiguous()).unflatten(1, (model.config.H, -1)))
+            psi = torch.stack([psi[0] for _, psi in state])  # (L, H, N, 2)
+            states.append(torch.view_as_complex(psi.contiguous()))
     return torch.stack(states, -1)
 
 

@@ -5,20 +5,20 @@ sections 5.1-5.7, eqs. 2-4, Algorithms 1-2; "Mamba" (Gu and Dao, arXiv 2312.0075
 
 Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N state width per head   V vocabulary   R dt rank
     here     paper                          shape            meaning
-    psi      |psi_t>, QS 5.1                (B, T, H*N, 2)   the complex state
+    psi      |psi_t>, QS 5.1                (B, T, H, N, 2)  the complex state
     psi0     complex prior, QS 5.1          (H, N, 2)        state before the first token, unit modulus per coordinate
-    b, C     b_t and C_t, QS eq. 2, 5.5     (B, T, H*N, 2)   input and output projections, functions of the token
+    b, C     b_t and C_t, QS eq. 2, 5.5     (B, T, H, N, 2)  input and output projections, functions of the token
     delta    delta_t, QS 5.2                (B, T, H, N)     input-dependent frequency shift
     omega    omega, QS 5.2                  (H, N)           learned base frequencies
     dt       Delta t, QS 5.2                (B, T, H, 1)     step size
     phi      phi, QS eq. 3                  (B, T, H, N)     argument of the Cayley map
-    theta    arg lambda, QS eq. 3           (B, T, H*N)      phase of the transition, radians
-    alpha    alpha, QS eq. 2                exp(log_decay)   modulus of the transition, (B, T, H*N)
-Complex numbers are real pairs, last axis (re, im). Gates, angles, decays and sums are at least float32, whatever the dtype
-of the parameters; a float64 model is float64 throughout.
+    theta    arg lambda, QS eq. 3           (B, T, H, N)     phase of the transition, radians
+    alpha    alpha, QS eq. 2                (B, T, H, N)     modulus of the transition, exp(log_decay)
+Complex numbers are real pairs, last axis (re, im). Gates, angles, decays and sums are at least float32, whatever the
+dtype of the parameters; a float64 model is float64 throughout.
 
 Initialisation. From QS 5.6: Xavier for the input projections, a small std for param_proj, omega over two decades with
-alternating sign, psi0. The numbers, and the rows marked *, are ours: the paper does not give them.
+alternating sign, psi0. The numbers and the rows marked * are ours: the paper does not give them.
     embedding *                         normal, std 0.01 (EMBEDDING_STD says why); tied to the output head
     in_proj, back_proj *                Xavier uniform
     out_proj *                          Xavier uniform / sqrt(L)
@@ -27,8 +27,8 @@ alternating sign, psi0. The numbers, and the rows marked *, are ours: the paper 
     omega                               geometric grid 0.1 ... 10 in each head, alternating sign
     psi0                                circularly symmetric complex normal, used divided by its modulus, never 0
     conv1d, norms, head=mos *           PyTorch's own: uniform +-1/2 for a width of 4; 1; uniform
-Mamba takes the same for the tensors that both have (QS figure 2). Its own, init=official, as published: A_log = log(1..N),
-D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU Xavier, its last matrix / sqrt(L).
+Mamba takes the same for the tensors that both have (QS figure 2). Its own, init=official, as published: A_log =
+log(1..N), D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU Xavier, its last / sqrt(L).
 """
 
 import math
@@ -65,7 +65,7 @@ class HMambaConfig:
     head: str = "softmax"  # softmax | mos: mixture of softmaxes (adds 4 D^2) | born: |<e_v|psi>|^2 over the vocabulary
 
     def __post_init__(self):
-        _check_choices(self, field=("complex", "real"), gate=("sigmoid", "none"), scan=("exact", "clamped"))
+        _check(self, field=("complex", "real"), gate=("sigmoid", "none"), scan=("exact", "clamped"))
         if self.field == "real" and self.scan == "clamped":
             raise ValueError("scan=clamped is defined for field=complex only")
 
@@ -84,17 +84,17 @@ class MambaConfig:
     head: str = "softmax"  # softmax | mos | born
 
     def __post_init__(self):
-        _check_choices(self, init=("official", "xavier"))
+        _check(self, init=("official", "xavier"))
 
 
-def _check_choices(config, **choices):
+def _check(config, **choices):
     choices["head"] = ("softmax", "mos", "born")
-    for key, known in choices.items():
-        if getattr(config, key) not in known:
-            raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
     for key, value in vars(config).items():
-        if isinstance(value, int) and value < (-1 if key == "mlp" else 1):
-            raise ValueError(f"{key}={value} must be at least {-1 if key == 'mlp' else 1}")
+        least = -1 if key == "mlp" else 1
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"{key}={value} must be at least {least}")
+        if key in choices and value not in choices[key]:
+            raise ValueError(f"{key}={value} is unknown; known: {', '.join(choices[key])}")
     if config.head == "born" and config.D % 2:
         raise ValueError(f"head=born reads D/2 complex numbers, so D={config.D} must be even")
 
@@ -159,38 +159,35 @@ class HMambaBlock(nn.Module):
             self.out_proj.weight /= c.L**0.5
 
     def init_state(self, batch_size):
-        """(tail of the convolution (B, conv-1, E), psi (B, H*N, 2))"""
+        """(tail of the convolution (B, conv-1, E), psi (B, H, N, 2))"""
         psi0 = wide(self.psi0)
         psi0 = psi0 / psi0.norm(dim=-1, keepdim=True)  # QS 5.1: unit modulus, per coordinate
         tail = self.conv1d.weight.new_zeros(batch_size, self.c.conv - 1, 2 * self.c.D)
-        return tail, psi0.flatten(0, 1).expand(batch_size, -1, -1).contiguous()  # rows apart
+        return tail, psi0.expand(batch_size, -1, -1, -1).contiguous()  # rows apart
 
     def forward(self, x, state):
         """x (B, T, D) -> the same, and the state after it."""
         c, (tail, psi) = self.c, state
         u, z = self.in_proj(self.norm(x)).chunk(2, -1)  # (B, T, E) each: signal and gate branch
         u, tail = self.conv1d(u, tail)
-        params = self.param_proj(F.silu(u)).split(list(self.widths.values()), -1)
         # Under bf16 autocast these logits are rounded to bf16; everything made of them is at least float32.
-        params = dict(zip(self.widths, params))
+        p = dict(zip(self.widths, self.param_proj(F.silu(u)).split(list(self.widths.values()), -1)))
         if c.field == "complex":
-            heads = {key: p.unflatten(-1, (c.H, -1)) for key, p in params.items()}  # (B, T, H, N or 2N or 1)
-            b, C = heads["b"].unflatten(-1, (-1, 2)), wide(params["C"]).unflatten(-1, (-1, 2))
-            dt = F.softplus(wide(params["dt"])).clamp(max=0.1)  # (B, T, H): one a head, QS 5.7
-            # Algorithm 1 and eqs. 2-3: psi_t = alpha_t lambda_t psi_{t-1} + b_t with alpha = sigmoid(gate), of which only
-            # the logits are given, and lambda = (1 + i phi) / (1 - i phi), phi = dt/2 (delta + omega).
-            psi, last = cayley_scan(
-                heads["delta"], dt, heads.get("gate"), self.omega, b, psi.unflatten(1, (c.H, c.N)), method=c.scan
-            )
-            (C_re, C_im), (psi_re, psi_im) = C.unbind(-1), psi.flatten(2, 3).unbind(-1)
-            y = torch.cat((C_re * psi_re + C_im * psi_im, C_re * psi_im - C_im * psi_re), -1)  # conj(C) psi, QS 5.5
-            last = last.flatten(1, 2)
+            heads = {key: x.unflatten(-1, (c.H, -1)) for key, x in p.items()}  # (B, T, H, N or 2N or 1)
+            b, C = heads["b"].unflatten(-1, (-1, 2)), wide(heads["C"]).unflatten(-1, (-1, 2))
+            dt = F.softplus(wide(p["dt"])).clamp(max=0.1)  # (B, T, H): one a head, QS 5.7
+            # Algorithm 1 and eqs. 2-3: psi_t = alpha_t lambda_t psi_{t-1} + b_t with alpha = sigmoid(gate), of which
+            # only the logits are given, and lambda = (1 + i phi) / (1 - i phi), phi = dt/2 (delta + omega).
+            psi, last = cayley_scan(heads["delta"], dt, heads.get("gate"), self.omega, b, psi, method=c.scan)
+            (C_re, C_im), (psi_re, psi_im) = C.unbind(-1), psi.unbind(-1)
+            y = (C_re * psi_re + C_im * psi_im, C_re * psi_im - C_im * psi_re)  # conj(C) psi, QS 5.5
+            y = torch.stack(y, 2).flatten(2)
         else:
-            b, C = wide(params["b"]), wide(params["C"])
+            b, C = wide(p["b"]), wide(p["C"])
             # Algorithm 1, line 2: log alpha (its u is this gate logit)
-            log_decay = F.logsigmoid(wide(params["gate"])) if c.gate == "sigmoid" else b.new_zeros(*b.shape[:2], 1)
+            log_decay = F.logsigmoid(wide(p["gate"])) if c.gate == "sigmoid" else b.new_zeros(*b.shape[:2], 1)
             psi, last = complex_scan(log_decay, None, b, psi.flatten(1))  # 2N real channels a head
-            y, last = C * psi, last.unflatten(-1, (-1, 2))
+            y, last = C * psi, last.unflatten(-1, (c.H, c.N, 2))
         y = self.back_proj(y.to(z.dtype))  # (B, T, 2*H*N) -> (B, T, E)
         return x + self.out_proj(y * F.silu(z)), (tail, last)
 
@@ -276,21 +273,23 @@ def _init_dt_bias(bias):
 
 
 def check_inputs(idx, targets, state, start):
-    """ValueError unless idx and targets are tokens (B, T), and the state is of B sequences and as init_state makes it."""
+    """ValueError unless idx and targets are tokens (B, T), and state is of B sequences and as init_state makes it."""
     if idx.dim() != 2 or 0 in idx.shape:
         raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and layout(state) != layout(start, len(idx), idx.device):
-        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
+            raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
+    if state is not None and not fits(state, start, idx):
+        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take one of init_state")
 
 
-def layout(state, batch=None, device=None):
-    """The structure of a state, with shapes and devices; `batch` and `device`, if given, in the place of its own."""
-    if isinstance(state, torch.Tensor):
-        return (batch,) if batch else tuple(state.shape[:1]), state.shape[1:], device or state.device, state.is_floating_point()
-    return [layout(x, batch, device) for x in state] if isinstance(state, (list, tuple)) else type(state)
+def fits(state, start, idx):
+    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx."""
+    if isinstance(start, torch.Tensor):
+        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
+        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
+    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
 
 
 class Readout(nn.Module):
@@ -304,7 +303,7 @@ class Readout(nn.Module):
             self.latent = nn.Linear(c.D, MOS_COMPONENTS * c.D, bias=False)
 
     def forward(self, x, embedding):
-        """x (B, T, D), embedding (V, D) -> logits, or log-probabilities for mos and born; (B, T, V), at least float32."""
+        """x (B, T, D), embedding (V, D) -> logits (log-probabilities of mos and born) (B, T, V), at least float32"""
         if self.c.head == "softmax":
             return wide(F.linear(x, embedding))
         if self.c.head == "mos":
@@ -325,6 +324,7 @@ class HMamba(nn.Module):
     """Byte-level language model with the complex substrate of QS."""
 
     Config, Block = HMambaConfig, HMambaBlock
+    NO_DECAY = ("omega", "psi0")  # exempt from weight decay whatever their rank, unlike QS 7: the dynamics
     SIZES: ClassVar = {
         "tiny": HMambaConfig(D=128, L=4, H=4),
         "small": HMambaConfig(D=512, L=10, H=8),
@@ -343,11 +343,6 @@ class HMamba(nn.Module):
         with torch.no_grad():
             self.start = self.init_state(0)  # for its structure and shapes
 
-    @property
-    def NO_DECAY(self):
-        """Parameters exempt from weight decay whatever their rank, unlike QS 7: the dynamics, as Mamba exempts A_log."""
-        return ("omega", "psi0")
-
     def init_state(self, batch_size):
         """The state before the first token: one tuple a layer. Its size does not depend on the sequence.
         Gradients reach psi0 through it, in one backward pass: a second one needs a new state, or a detached one."""
@@ -356,8 +351,8 @@ class HMamba(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """
         Args: idx (B, T) int64 or int32; targets likewise or None; state from init_state or an earlier call, or None.
-        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
-            but None after a training step: targets and no state given.
+        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last
+            token, but None after a training step: targets and no state given.
         Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
         check_inputs(idx, targets, state, self.start)
@@ -389,7 +384,7 @@ class HMamba(nn.Module):
         return {**counts, "total": counts.total()}
 
     def mixing_flops(self):
-        """Forward flops of the recurrence per token: 8 for a complex multiply-add, 6 for conj(C) psi, 2 and 1 if real."""
+        """Forward flops of the recurrence per token: 8 for a complex multiply-add, 6 for conj(C) psi; if real 2, 1."""
         c = self.config
         return c.L * c.H * c.N * (14 if c.field == "complex" else 6)
 
@@ -409,10 +404,7 @@ class Mamba(HMamba):
 
     def __init__(self, config):
         super().__init__(replace(config, mlp=matched_width(config)) if config.mlp < 0 else config)
-
-    @property
-    def NO_DECAY(self):
-        return ("A_log", "D") if self.config.init == "official" else ()
+        self.NO_DECAY = ("A_log", "D") if config.init == "official" else ()
 
     def mixing_flops(self):
         """Forward flops of the recurrence per token: exp(dt A), the update and C . h, 7 per state element."""
@@ -443,4 +435,5 @@ if __name__ == "__main__":
         for t in range(64):
             logits_t, state = model.step(idx[:, t], state)
         error, total = (logits_t - logits[:, -1]).abs().max(), model.num_params()["total"]
-        print(f"{name}: {total:,} parameters, untrained loss {loss:.3f} (ln 256 = 5.545), step against full pass {error:.1e}")
+        print(f"{name}: {total:,} parameters, untrained loss {loss:.3f} (ln 256 = 5.545),", end=" ")
+        print(f"step against full pass {error:.1e}")

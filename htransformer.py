@@ -8,27 +8,26 @@ Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N complex 
     here      paper                 shape             meaning
     q, k, v   |q>, |k>, |v>, eq. 5  (B, H, T, N, 2)   complex queries, keys and values, functions of the token
     o         |psi_i>, eq. 5        (B, H, T, N, 2)   what attention returns
-    omega     omega_k, QS 5.5       (H, N)            learned base frequencies: q_t and k_t are turned by t omega, radians
+    omega     omega_k, QS 5.5       (H, N)            learned frequencies: q_t and k_t are turned by t omega, radians
     e         QS 5.6                (H, N, 2)         measurement vector of the readout, unit modulus per coordinate
-    tau       tau_i, eq. 5          (B, T, H)         temperature: projected, for the count of parameters, and not used, as
+    tau       tau_i, eq. 5          (B, T, H)         temperature: projected, for the count of parameters, and not used:
                                                       it cancels between numerator and denominator
-Complex numbers are real pairs, last axis (re, im). Angles, scores and sums are at least float32, whatever the dtype of the
-parameters; a float64 model is float64 throughout.
+Complex numbers are real pairs, last axis (re, im). Angles, scores and sums are at least float32, whatever the dtype of
+the parameters; a float64 model is float64 throughout.
 
 The factorial of QS 9.2, in one host block with equal parameters, so that the host is no confounder:
     field=complex  score=born      w = |<q|k>|^2            readout y = conj(e q) o
     field=real     score=born      w = (Re <q|k>)^2         readout y = e q o, element-wise on 2N reals
     field=complex  score=softmax   Re <q|k> / sqrt(2N)      readout y = conj(e q) o
     field=real     score=softmax   Re <q|k> / sqrt(2N)      readout y = e q o
-The real readout starts at about half the size of the complex one: it sums one product a number, not two. Under bf16 autocast
-softmax runs in bf16, Born attention in float32.
-With the rotation Re <q|k> is the rotary dot product of real vectors of width 2N: under softmax the field changes nothing
-but the readout.
+The real readout starts at about half the size of the complex one: it sums one product a number, not two. Under bf16
+autocast softmax runs in bf16, Born attention in float32. With the rotation Re <q|k> is the rotary dot product of real
+vectors of width 2N: under softmax the field changes nothing but the readout.
 
-Initialisation. From QS 5.6: Xavier for the input projections, a small std for param_proj, omega on a geometric grid with
-alternating sign, e. The numbers, and the rows marked *, are ours: the paper does not give them.
-    embedding *                     normal, std 0.01, as in hmamba.py and for its reason; tied to the output head. Even so an
-                                    untrained H-Transformer of 253m starts 1.4 nats above ln 256: its blocks add that little
+Initialisation. From QS 5.6: Xavier for the input projections, a small std for param_proj, omega on a geometric grid
+with alternating sign, e. The numbers and the rows marked * are ours: the paper does not give them.
+    embedding *                     normal, std 0.01, as in hmamba.py and for its reason; tied to the output head. So
+                                    an untrained 253m starts 1.4 nats above ln 256: its blocks add that little
     in_proj, back_proj *            Xavier uniform; bias 0
     out_proj *                      Xavier uniform / sqrt(L); bias 0
     param_proj                      normal, std 0.02; bias 0
@@ -86,12 +85,11 @@ class TransformerConfig:
 
 
 def _check(config, **choices):
-    for key, known in choices.items():
-        if getattr(config, key) not in known:
-            raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
     for key, value in vars(config).items():
         if isinstance(value, int) and value < 1 and (key, value) != ("mlp", -1):
             raise ValueError(f"{key}={value} must be at least 1")
+        if key in choices and value not in choices[key]:
+            raise ValueError(f"{key}={value} is unknown; known: {', '.join(choices[key])}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,17 +119,15 @@ class CausalConv1d(nn.Conv1d):
 def angles(position, T, omega):
     """The angles t omega of the positions t = position, ..., position + T - 1, in radians up to whole turns.
 
-    Args: omega (..., N), radians a position. Returns: (..., T, N), with the gradient t d omega. After a state of detached
-    keys, which are turned already, dL/domega itself grows with t, and float32 has its digits. Only where a graph begins far
-    from 0, at a position set by hand, do queries and keys cancel but for differences of t: at 1e6 two digits are left.
+    Args: omega (..., N), radians a position. Returns: (..., T, N), with the gradient t d omega.
     """
     t = torch.arange(position, position + T, device=omega.device).unsqueeze(-1)  # (T, 1)
     omega = omega.unsqueeze(-2)
     if omega.dtype == torch.float64:
         return t * omega
-    # At t = 1e7 a float32 product t omega has no digits left for the angle. So t = 256 n + m, and the turn up to 256 n is an
-    # integer in units of 2^-38 radians, reduced modulo 2 pi. What is lost is the rounding of 2 pi to that unit, once a turn:
-    # at most 2^-41 t |omega| radians, 1e-5 at t = 1e7 and omega = 1; and digits of omega below the unit, if |omega| < 2^-14.
+    # At t = 1e7 a float32 product t omega has no digits left for the angle. So t = 256 n + m, and the turn up to 256 n
+    # is an integer in units of 2^-38 radians, modulo 2 pi. Lost are the rounding of 2 pi to that unit, once a turn, at
+    # most 2^-41 t |omega| radians, 1e-5 at t = 1e7 and omega = 1; and digits of omega below the unit, if it is < 2^-14.
     n, m = t // 256, t % 256
     angle = m * omega
     if position + T > 256:
@@ -149,8 +145,8 @@ def rotate(x, angle):
 
 
 def softmax_attention(q, k, v, cache):
-    """Causal softmax attention of real q, k, v (B, H, T, width) with the (k, v) before them, or None. Returns the output
-    and the grown cache: a state that is as long as the past, and no view of more unless a gradient needs that."""
+    """Causal softmax attention of real q, k, v (B, H, T, width) with the (k, v) before them, or None. Returns the
+    output and the grown cache: as long as the past, and no view of more unless a gradient needs that."""
     if cache is None:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y, (k, v) if y.requires_grad else (k.clone(), v.clone())
@@ -166,7 +162,7 @@ def softmax_attention(q, k, v, cache):
 
 class HTransformerBlock(nn.Module):
     """The shared block of QS 5.7, as in H-Mamba, around attention: norm, in_proj into a signal and a gate branch, causal
-    convolution and SiLU, param_proj to q, k, v and tau, attention, readout, back_proj, gate, out_proj, residual."""
+    convolution and SiLU, param_proj to q, k, v, tau, attention, readout, back_proj, gate, out_proj, residual."""
 
     def __init__(self, c):
         super().__init__()
@@ -270,24 +266,24 @@ class TransformerBlock(nn.Module):
 
 
 def check_inputs(idx, targets, state, start):
-    """ValueError unless idx and targets are tokens (B, T), and the state is of B sequences and as init_state makes it."""
+    """ValueError unless idx and targets are tokens (B, T), and state is of B sequences and as init_state makes it."""
     if idx.dim() != 2 or 0 in idx.shape:
         raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
+            raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
     if state is not None and not fits(state, start, idx):
-        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
+        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take one of init_state")
 
 
 def fits(state, start, idx):
     """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx. None
-    stands for None or a tuple."""
+    stands for the attention's state, which it checks itself."""
     if isinstance(start, torch.Tensor):
         is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
         return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
     if start is None or isinstance(start, int):
-        return isinstance(state, int if start is not None else (tuple, type(None)))
+        return isinstance(state, (tuple, type(None)) if start is None else int)
     is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
     return is_list and all(fits(*pair, idx) for pair in zip(state, start))
 
@@ -321,8 +317,8 @@ class HTransformer(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """
         Args: idx (B, T) int64 or int32; targets likewise or None; state from init_state or an earlier call, or None.
-        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
-            but None after a training step: targets and no state given. It would hold the keys and values of all layers.
+        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last
+            token, but None after a training step: targets and no state given. It would hold all keys and values.
         Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
         check_inputs(idx, targets, state, self.start)
@@ -341,8 +337,8 @@ class HTransformer(nn.Module):
         return logits, loss, new_state if keep_state else None
 
     def step(self, idx_t, state):
-        """One token: idx_t (B,) -> logits (B, V) and the next state. Time and memory do not grow with Born attention; under
-        softmax they do, with the cache of keys and values."""
+        """One token: idx_t (B,) -> logits (B, V) and the next state. Time and memory do not grow with Born attention;
+        under softmax they do, with the cache of keys and values."""
         logits, _, state = self(idx_t.unsqueeze(1), state=state)
         return logits[:, 0], state
 
@@ -355,16 +351,16 @@ class HTransformer(nn.Module):
         return {**counts, "total": counts.total()}
 
     def mixing_flops(self, seq):
-        """Forward flops of attention per token, over the seq/2 keys that it sees on average: products of width 2N for the
-        scores (two for a complex Born score) and one with the values. field=real with score=born spends twice that, as
-        it runs as a complex score whose imaginary parts are 0."""
+        """Forward flops of attention per token, over the seq/2 keys that it sees on average: products of width 2N for
+        the scores (two for a complex Born score) and one with the values. field=real:score=born spends twice that: it
+        runs as a complex score whose imaginary parts are 0."""
         c = self.config
         products = 3 if (c.score, c.field) == ("born", "complex") else 2
         return c.L * c.H * (seq / 2) * 2 * 2 * c.N * products
 
     def flops_per_token(self, seq):
-        """Forward and backward flops a token at sequence length `seq`: 6 per weight of the projections, convolutions and
-        tied head, and attention in its quadratic form. Element-wise work and recomputation are not counted."""
+        """Forward and backward flops a token at sequence length `seq`: 6 per weight of the projections, convolutions
+        and tied head, and attention in its quadratic form. Element-wise work and recomputation are not counted."""
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, nn.Conv1d, nn.Embedding)))
         return 6 * weights + 3 * self.mixing_flops(seq)
 
@@ -377,7 +373,7 @@ class Transformer(HTransformer):
         "tiny": TransformerConfig(D=128, L=4, H=4, head=32),
         "small": TransformerConfig(D=512, L=10, H=8, head=64),
         "253m": TransformerConfig(D=1024, L=24, H=16, head=64, mlp=3096),  # the paper's width, QS 5.7; matched: 3095
-        # Beside PAM's sweep: its layers, and at GPT-2's vocabulary its parameters; D so that mlp comes near the usual 4 D.
+        # Beside PAM's sweep: its layers, and at GPT-2's vocabulary its parameters; D so that mlp comes near 4 D.
         "5m": TransformerConfig(D=80, L=12, head=16, mlp=340),
         "10m": TransformerConfig(D=144, L=12, head=16, mlp=491),
         "25m": TransformerConfig(D=336, L=6, head=48, mlp=1354),
@@ -394,7 +390,7 @@ class Transformer(HTransformer):
 
 
 def matched_width(config):
-    """Hidden width of the feed-forward layer that brings Transformer nearest to the H-Transformer of the same D, L, H, N."""
+    """Hidden width of the feed-forward layer that brings Transformer nearest to the H-Transformer of its D, L, H and N."""
     with torch.device("meta"):  # counts only: nothing is allocated
         complex_block = HTransformerBlock(HTransformerConfig(D=config.D, L=config.L, H=config.H, N=config.N))
         real_block = TransformerBlock(replace(config, mlp=1))
@@ -416,4 +412,5 @@ if __name__ == "__main__":
         for t in range(64):
             logits_t, state = model.step(idx[:, t], state)
         error, total = (logits_t - logits[:, -1]).abs().max(), model.num_params()["total"]
-        print(f"{name}: {total:,} parameters, untrained loss {loss:.3f} (ln 256 = 5.545), step against full pass {error:.1e}")
+        print(f"{name}: {total:,} parameters, untrained loss {loss:.3f} (ln 256 = 5.545),", end=" ")
+        print(f"step against full pass {error:.1e}")

@@ -339,21 +339,25 @@ class Block(nn.Module):
 
 
 def check_inputs(idx, targets, state, start):
-    """ValueError unless idx and targets are tokens (B, T), and the state is of B sequences and as init_state makes it."""
+    """ValueError unless idx and targets are tokens (B, T), and state is of B sequences and as init_state makes it."""
     if idx.dim() != 2 or 0 in idx.shape:
         raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
     for name, x in (("idx", idx), ("targets", targets)):
         if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and layout(state) != layout(start, len(idx), idx.device):
-        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take init_state's, or a call's")
+            raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
+    if state is not None and not fits(state, start, idx):
+        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take one of init_state")
 
 
-def layout(state, batch=None, device=None):
-    """The structure of a state, with shapes and devices; `batch` and `device`, if given, in the place of its own."""
-    if isinstance(state, torch.Tensor):
-        return (batch,) if batch else tuple(state.shape[:1]), state.shape[1:], device or state.device, state.is_floating_point()
-    return [layout(x, batch, device) for x in state] if isinstance(state, (list, tuple)) else type(state)
+def fits(state, start, idx):
+    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx."""
+    if isinstance(start, torch.Tensor):
+        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
+        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
+    if start is None or isinstance(start, int):
+        return type(state) is type(start)
+    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
 
 
 class PAM(nn.Module):

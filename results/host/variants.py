@@ -195,7 +195,7 @@ class HMambaMinusConfig(hmamba.HMambaConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        hmamba._check_choices(self, omega=("learned", "zero"), psi0=("learned", "zero"))
+        hmamba._check(self, omega=("learned", "zero"), psi0=("learned", "zero"))
 
 
 class HMambaMinusBlock(hmamba.HMambaBlock):
