@@ -1128,18 +1128,16 @@ if triton is not None:
         return tl.load(x.ptr + row * x.row + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
     @triton.jit
-    def _scan_place(xs, ys, dts, omega_ptr, T, H, N, tiles, segments, TIME, CHANNELS, WIDTH):
+    def _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH):
         """Where this program works: its row of the batch, the channel of each column (WIDTH columns a head, of which N
-        are used), which columns there are, its segment, the head of each column, the segment's first time and end.
-        And what a_t is made of: x, y, dt, and the omega of each column."""
+        are used), which columns there are, its segment, the head of each column, the segment's first time and end."""
         blocks = tl.cdiv(H, CHANNELS // WIDTH)
         batch, rest = tl.program_id(0) // (blocks * segments), tl.program_id(0) % (blocks * segments)
         column = tl.arange(0, CHANNELS)
         head, n = rest % blocks * (CHANNELS // WIDTH) + column // WIDTH, column % WIDTH
         first = rest // blocks * tiles * TIME
-        end, c, used = tl.minimum(first + tiles * TIME, T), head * N + n, (head < H) & (n < N)
-        omega = 0.0 if omega_ptr is None else tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
-        return (batch.to(tl.int64), c, used, rest // blocks, head, first, end), (xs, ys, dts, omega)
+        end = tl.minimum(first + tiles * TIME, T)
+        return batch.to(tl.int64), head * N + n, (head < H) & (n < N), rest // blocks, head, first, end
 
     @triton.jit
     def _scan_transition(inputs, row, head, c, mask):
@@ -1215,8 +1213,10 @@ if triton is not None:
                              TIME: constexpr, CHANNELS: constexpr, WIDTH: constexpr, REVERSE: constexpr):  # fmt: skip
         """The product of a and the state from zero of every segment, (B, segments, C) each."""
         REAL: constexpr = ys is None
-        place, inputs = _scan_place(xs, ys, dts, omega_ptr, T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        place = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
         batch, c, used, segment, head, first, end = place
+        omega = 0.0 if omega_ptr is None else tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
+        inputs = xs, ys, dts, omega
         zero = tl.zeros((CHANNELS,), tl.float32)
         product, h = (zero + 1.0, zero), (zero, zero)
         for tile in range(tiles):
@@ -1242,8 +1242,10 @@ if triton is not None:
                              T, H, N, tiles, segments, TIME: constexpr, CHANNELS: constexpr,
                              WIDTH: constexpr):  # fmt: skip
         REAL: constexpr = ys is None
-        place, inputs = _scan_place(xs, ys, dts, omega_ptr, T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        place = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
         batch, c, used, segment, head, first, end = place
+        omega = 0.0 if omega_ptr is None else tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
+        inputs = xs, ys, dts, omega
         C = H * N
         h = _load_pair(h0_ptr, batch * C + c, used, REAL)
         h = _scan_start(product_ptr, state_ptr, batch, 0, segment, 1, segments, C, c, used, h, REAL)
@@ -1258,8 +1260,10 @@ if triton is not None:
                               ddt_ptr, domega_ptr, db_ptr, dh0_ptr, T, H, N, tiles, segments,
                               TIME: constexpr, CHANNELS: constexpr, WIDTH: constexpr):  # fmt: skip
         REAL: constexpr = ys is None
-        place, inputs = _scan_place(xs, ys, dts, omega_ptr, T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
+        place = _scan_place(T, H, N, tiles, segments, TIME, CHANNELS, WIDTH)
         batch, c, used, segment, head, first, end = place
+        omega = 0.0 if omega_ptr is None else tl.load(omega_ptr + c, mask=used, other=0.0)[None, :]
+        inputs = xs, ys, dts, omega
         C = H * N
         zero = tl.zeros((CHANNELS,), tl.float32)
         g = _scan_start(product_ptr, state_ptr, batch, segments - 1, segments - 1 - segment, -1, segments,
@@ -1290,7 +1294,7 @@ if triton is not None:
                         dx = dlog_decay / (1.0 + tl.exp(_load(xs, row, c, mask)))
                         tl.store(dx_ptr + index, dx, mask=mask)
                     dt = _load(dts, row, head, mask)
-                    shifted = _load(ys, row, c, mask) + inputs[3]
+                    shifted = _load(ys, row, c, mask) + omega
                     phi = 0.5 * dt * shifted
                     dphi = tl.where(mask, 2.0 * dtheta / (1.0 + phi * phi), 0.0)  # theta = 2 atan(phi)
                     tl.store(dy_ptr + index, 0.5 * dt * dphi, mask=mask)
