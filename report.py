@@ -17,7 +17,6 @@ bits per character, if the tokens are bytes, and else bits a token. "+-" is half
 
 import colorsys
 import csv
-import io
 import json
 import math
 import os
@@ -88,15 +87,22 @@ def provenance(device, world):
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # a hook's
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--match="]
     try:
-        git = subprocess.run(command, capture_output=True, check=True, timeout=2, env=env).stdout.decode().strip()
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        git = subprocess.run(command, capture_output=True, check=True, timeout=2, env=env, text=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         git = None
-    return {
-        "git": git, "world": world, "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda"
-                  else f"{device.type}, {platform.machine()}",
-    }  # fmt: skip
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {platform.machine()}"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return {"git": git, "world": world, "threads": torch.get_num_threads(), "versions": versions, "device": name}
+
+
+def parse_event(line):
+    """The event of a line, or None."""
+    try:
+        event = json.loads(line)
+        finite = all(math.isfinite(event.get(key, 0)) for key in ("step", "loss", "val_loss"))
+    except (ValueError, TypeError, AttributeError):
+        return None
+    return event if finite and {"event", "step"} <= event.keys() else None
 
 
 def read_log(path):
@@ -117,33 +123,31 @@ def read_log(path):
     return events
 
 
-def parse_event(line):
-    """The event of a line, or None."""
-    try:
-        event = json.loads(line)
-        finite = all(math.isfinite(event.get(key, 0)) for key in ("step", "loss", "val_loss"))
-    except (ValueError, TypeError, AttributeError):
-        return None
-    return event if finite and {"event", "step"} <= event.keys() else None
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What the papers print
 
-# QS of its 253M models on enwik8, OpenWebText and FineWeb, one seed each, by column of our tables and by model. Its
+# QS of its 253M models on enwik8, OpenWebText and FineWeb, one seed each: {table of ours: {column: {row: text}}}. Its
 # tables are not in the text: of most cells it has a range, or one corpus, or "about".
 PAPER = {
     "steps": {  # table 6
-        2.5: {"hmamba": "75-79", "mamba": "237-252"},
-        2.0: {"hmamba": "191 enwik8", "mamba": "575 enwik8", "htransformer": "219 owt", "transformer": "484 owt"},
+        "2.5 bpc": {"hmamba": "75-79", "mamba": "237-252"},
+        "2.0 bpc": {"hmamba": "191 enwik8", "mamba": "575 enwik8", "htransformer": "219 owt", "transformer": "484 owt"},
     },
-    "ratio of steps": {"mamba": "about 3", "transformer": "about 2"},  # table 5, to 2.5, 2.2 and 2.0 bpc
-    "gap after warmup": {"mamba": "0.321 and 0.368", "transformer": "larger than at the end"},  # table 7: owt, fineweb
-    "gap": {"mamba": "0.315 to 0.396", "transformer": "-0.132 to 0.034"},  # tables 7-8: at 1000 steps, all three
-    "loss": {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"},  # table 8
-    "spread": {"hmamba": "about 2", "mamba": "more than 10"},  # 8.4
-    "last over first": {"mamba": "10 to 100"},  # 8.4
-}
+    "ratio": dict.fromkeys(  # table 5
+        ("2.5 bpc", "2.2 bpc", "2.0 bpc"), {"mamba / hmamba": "about 3", "transformer / htransformer": "about 2"}
+    ),
+    "gap": {
+        "end of warmup": {  # table 7: owt, fineweb
+            "mamba - hmamba": "0.321 and 0.368", "transformer - htransformer": "larger than at the end"},
+        "the budget": {  # tables 7-8: at 1000 steps, all three
+            "mamba - hmamba": "0.315 to 0.396", "transformer - htransformer": "-0.132 to 0.034"},
+    },
+    "loss": {"whole split": {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"}},  # table 8
+    "gradients": {  # 8.4
+        "largest over smallest": {"hmamba": "about 2", "mamba": "more than 10"},
+        "last over first": {"mamba": "10 to 100"},
+    },
+}  # fmt: skip
 PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 "
               "and Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
 PAPER_WARMUP = 0.75  # of 1000 steps, table 4
@@ -152,26 +156,26 @@ PAPER_WARMUP = 0.75  # of 1000 steps, table 4
 PAPER_LENGTHS = (16, 32, 48, 64)
 PAPER_TASKS = {
     "parity": {
-        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
-        "complex-rnn": ((1.000, 0.999, 0.998, 0.995), (1.000, 0.982, 0.995, 0.998, 1.000)),
         "csp-vanilla": ((1.000, 0.970, 0.884, 0.782), (0.731, 0.716, 1.000, 0.737, 0.724)),
         "csp-fast": ((1.000, 0.960, 0.891, 0.756), (0.895, 0.628, 0.775, 0.759, 0.721)),
+        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "complex-rnn": ((1.000, 0.999, 0.998, 0.995), (1.000, 0.982, 0.995, 0.998, 1.000)),
         "signed-mamba": ((0.971, 0.824, 0.743, 0.661), (0.677, 0.666, 0.696, 0.595, 0.673)),
         "decoder": ((0.973, 0.729, 0.649, 0.606), (0.615, 0.602, 0.592, 0.616, 0.603)),
     },
     "mod3": {
-        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
-        "complex-rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
         "csp-vanilla": ((1.000, 0.965, 0.927, 0.927), (0.978, 0.836, 0.997, 0.826, 0.996)),
         "csp-fast": ((1.000, 0.888, 0.799, 0.684), (0.697, 0.663, 0.623, 0.746, 0.691)),
+        "rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
+        "complex-rnn": ((1.000, 1.000, 1.000, 1.000), (1.000, 1.000, 1.000, 1.000, 1.000)),
         "signed-mamba": ((1.000, 0.642, 0.608, 0.564), (0.569, 0.570, 0.571, 0.563, 0.549)),
         "decoder": ((1.000, 0.541, 0.509, 0.484), (0.485, 0.484, 0.480, 0.481, 0.492)),
     },
     "dyck1": {
-        "rnn": ((1.000, 1.000, 0.994, 0.988), (0.994, 0.987, 0.995, 0.976, 0.985)),
-        "complex-rnn": ((1.000, 0.990, 0.981, 0.967), (0.983, 0.973, 0.980, 0.937, 0.961)),
         "csp-vanilla": ((1.000, 0.899, 0.864, 0.845), (0.748, 0.785, 0.850, 0.934, 0.907)),
         "csp-fast": ((0.997, 0.919, 0.890, 0.871), (0.917, 0.916, 0.840, 0.751, 0.931)),
+        "rnn": ((1.000, 1.000, 0.994, 0.988), (0.994, 0.987, 0.995, 0.976, 0.985)),
+        "complex-rnn": ((1.000, 0.990, 0.981, 0.967), (0.983, 0.973, 0.980, 0.937, 0.961)),
         "signed-mamba": ((1.000, 0.931, 0.901, 0.907), (0.958, 0.960, 0.868, 0.892, 0.857)),
         "decoder": ((1.000, 0.929, 0.917, 0.926), (0.919, 0.987, 0.979, 0.973, 0.769)),
     },
@@ -206,9 +210,9 @@ def mean_interval(values):
 
 
 def mean_ratio(both):
-    """Geometric mean of x / y over pairs (x, y) above 0, and the ends of its 95 % interval, None for a single pair."""
+    """Geometric mean of x / y over pairs (x, y) above 0, and the ends of its 95 % interval, none for a single pair."""
     mean, half = mean_interval([math.log(x / y) for x, y in both])
-    return math.exp(mean), None if half is None else (math.exp(mean - half), math.exp(mean + half))
+    return math.exp(mean), () if half is None else (math.exp(mean - half), math.exp(mean + half))
 
 
 def ratio_text(both, sign="="):
@@ -216,7 +220,7 @@ def ratio_text(both, sign="="):
     if sign != "=":
         return f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-"
     mean, ends = mean_ratio(both)
-    return f"{mean:.2f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
+    return f"{mean:.2f}" + (" [{:.3f}, {:.3f}]".format(*ends) if ends else "")
 
 
 def interval_text(values, sign=""):
@@ -226,9 +230,9 @@ def interval_text(values, sign=""):
 
 
 def range_text(values, digits):
-    """The mean of those that are not None, in brackets the lowest and the highest; empty if there are none."""
+    """The mean of those that are not None, in brackets the lowest and the highest; "-" if there are none."""
     found = [x for x in values if x is not None]
-    text = f"{statistics.fmean(found):.{digits}f}" if found else ""
+    text = f"{statistics.fmean(found):.{digits}f}" if found else "-"
     text += f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
     return text + f", {len(found)} of {len(values)} seeds" * (0 < len(found) < len(values))
 
@@ -239,16 +243,38 @@ def markdown(head, rows, title="", note=""):
     return "\n\n".join(filter(None, (title, note, "\n".join(lines)))) if rows else ""
 
 
-def nest(rows):
-    """{a: {b: {seed: run}}} of rows (a, b, seed, run), with any number of names before the seed."""
-    found = {}
-    for *names, seed, run in rows:
-        runs = found
-        for name in names:
-            runs = runs.setdefault(name, {})
-        if runs.setdefault(seed, run) is not run:
-            raise InputError(f"two runs of {' on '.join(reversed(names))} with seed {seed}: name one of them")
-    return found
+def table(first, rows, columns, title="", note="", paper=None):
+    """Markdown of {name of a row: what is shown in it} by {head of a column: function of that, which gives the cell}. A
+    row of dashes is left out. first: head of the names; paper: {head: {name: what the paper prints}}, in italics."""
+    found = []
+    for name, shown in rows.items():
+        cells = [str(cell(shown)) for cell in columns.values()]
+        printed = [(paper or {}).get(head, {}).get(name) for head in columns]
+        if {*cells} - {"-"}:
+            found.append([name, *(f"{cell} *{text}*" if text else cell for cell, text in zip(cells, printed))])
+    return markdown([*first.split(" | "), *columns], found, title, note)
+
+
+def over_seeds(value, digits):
+    """A column of a table whose rows are {seed: events}: the mean and range of value(events)."""
+    return lambda runs: range_text([value(events) for events in runs.values()], digits)
+
+
+def of_header(form):
+    """A column of such a table: a text from the header of the first run."""
+    return lambda runs: form.format(**next(iter(runs.values()))[0])
+
+
+def add_run(models, label, seed, events):
+    """Adds a run to {label: {seed: events}}."""
+    if models.setdefault(label, {}).setdefault(seed, events) is not events:
+        raise InputError(f"two runs of {label} with seed {seed}: name one of them")
+
+
+def each_run(models, *names):
+    """The rows of a table with a row for each run: models, as the first of them, with one seed each."""
+    return {" | ".join([*names, label, str(seed)]): {seed: events}
+            for label, runs in models.items() for seed, events in runs.items()}  # fmt: skip
 
 
 # Of each model, in every figure. Complex models are drawn through, real ones dashed.
@@ -294,7 +320,6 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
     import matplotlib.style
     from PIL import Image
 
-    path = Path(path)
     with matplotlib.style.context(["default", STYLE]):
         fig, rows = matplotlib.figure.Figure(layout="constrained"), -(-len(panels) // columns)
         axes = [*fig.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey).flat]
@@ -323,11 +348,10 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
         with explain(f"write {path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
             path.parent.mkdir(parents=True, exist_ok=True)
-            fig.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
+            fig.savefig(path)
             if path.suffix.lower() == ".png":  # a third of the bytes
-                image = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
-                image.save(drawn := io.BytesIO(), "png", optimize=True)
-            replace_file(path, lambda f: f.write(drawn.getvalue()))
+                image = Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+                image.save(path, optimize=True)
 
 
 def mean_curve(curves):
@@ -354,23 +378,6 @@ def log_axis(ax, which, ticks=None, form="{x:g}"):
              minor_locator=ticker.NullLocator(), major_formatter=form)  # fmt: skip
 
 
-def write_report(text, figures, out):
-    """Writes `text`, if there is any, as tables.md into the folder `out`, then draws `figures`, {file name: function of
-    its path}. A figure that cannot be drawn is a line on stderr. Returns the paths that were written."""
-    paths = [out / "tables.md"] * bool(text)
-    for path in paths:
-        with explain(f"write {out}"):
-            out.mkdir(parents=True, exist_ok=True)
-            replace_file(path, lambda f: f.write((text + "\n").encode(errors="replace")))
-    for name, draw in figures.items():
-        try:
-            draw(out / name)
-            paths.append(out / name)
-        except Exception as e:  # whatever a library raises: other figures may be drawn
-            note(f"error: {name} not drawn: {e if isinstance(e, InputError) else repr(e)}")
-    return paths
-
-
 def parse_out(text):
     """The folder that --out names. Raises InputError for what can be none."""
     out = Path(os.path.expanduser(text))
@@ -380,15 +387,25 @@ def parse_out(text):
 
 
 def show_report(text, figures, out=None, written=None):
-    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. written: what tables.md
-    holds, if not `text`. Exits with the code 2 if a figure cannot be drawn."""
-    written, paths = text if written is None else written, []
-    try:
-        if out:
-            paths = write_report(written, figures, out)
-    finally:  # shown also where they cannot be written
-        print(text, *(f"wrote {path}" for path in paths), sep="\n", flush=True)
-    if out and len(paths) < len(figures) + bool(written):
+    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. A figure that cannot be
+    drawn is a line on stderr, and at the end the exit code 2.
+
+    Args: figures: {file name: function that draws it into a path}; written: what tables.md holds, if not `text`."""
+    written, paths, failed = text if written is None else written, [], False
+    if out and written:
+        paths.append(out / "tables.md")
+        with explain(f"write {out}"):
+            out.mkdir(parents=True, exist_ok=True)
+            paths[0].write_text(written + "\n", encoding="utf-8", errors="replace")
+    for name, draw in figures.items() if out else ():
+        try:
+            draw(out / name)
+            paths.append(out / name)
+        except Exception as e:  # whatever a library raises: other figures may be drawn
+            note(f"error: {name} not drawn: {e if isinstance(e, InputError) else repr(e)}")
+            failed = True
+    print(text, *(f"wrote {path}" for path in paths), sep="\n", flush=True)
+    if failed:
         sys.exit(2)
 
 
@@ -396,7 +413,6 @@ def show_report(text, figures, out=None, written=None):
 # Training runs (QS section 8: tables 3-8, figures 3-7)
 
 TARGETS = (4.0, 3.5, 3.0, 2.5, 2.2, 2.0)  # bpc; the last three are the paper's
-MOST_CURVES = 10  # of any runs in one panel
 SHAPE = {"D", "L", "H", "N", "d", "heads", "mlp", "width"}  # options of a model that are its size
 # What runs of one comparison may differ in: what tables name, and what does not change the course of a run.
 NOT_SHARED = {"model", "seeds", "lr", "min_lr", "data", "out", "resume", "stop_at", "micro", "device", "compile",
@@ -417,16 +433,10 @@ def unit(tokens):
 def steps_to_target(events, target):
     """The step at which the loss first attains `target`, interpolated between evaluations (QS 8.1), or None."""
     steps, losses = curve(events)
-    reached = [i for i, loss in enumerate(losses) if loss <= target]
-    if not reached or reached[0] == 0:
-        return 0.0 if reached else None
-    around = slice(reached[0] - 1, reached[0] + 1)
-    return float(np.interp(target, losses[around][::-1], steps[around][::-1]))
-
-
-def speed(events):
-    """Median tokens a second, or nan. Intervals in which the clock was set back do not count."""
-    return statistics.median([e["tok_s"] for e in events if e.get("tok_s", 0) > 0] or [math.nan])
+    first = next((i for i, loss in enumerate(losses) if loss <= target), None)
+    if not first:
+        return None if first is None else 0.0
+    return float(np.interp(target, losses[first - 1 : first + 1][::-1], steps[first - 1 : first + 1][::-1]))
 
 
 def loss_at(events, step):
@@ -455,10 +465,9 @@ def spec_label(spec):
 
 
 def split_label(label):
-    """(model, other options, options of shape) of a label such as "hmamba:N=4, rate 0.002"."""
+    """(model, its options but those of its size) of a label such as "hmamba:N=4, rate 0.002"."""
     model, *options = re.split("[: ]", label.partition(", ")[0])
-    shape = {option for option in options if option.split("=")[0] in SHAPE}
-    return model, sorted({*options} - shape), sorted(shape)
+    return model, sorted(option for option in options if option.split("=")[0] not in SHAPE)
 
 
 def family(label):
@@ -491,49 +500,83 @@ def panels(models):
     return found if paired else {"": models}
 
 
-def run_labels(logs):
-    """The labels of runs: the model, its learning rate if that model has several, and the end of the cosine if one of
-    its rates has several."""
-    rates, settings = {}, [events[0]["settings"] for events in logs]
-    for s in settings:
-        rates.setdefault(s["model"], {}).setdefault(s["lr"], set()).add(s["schedule"] != "constant" and s["min_lr"])
-    ends = {model for model, of in rates.items() if max(map(len, of.values())) > 1}
-    return [spec_label(s["model"]) + f", rate {s['lr']:g}" * (s["model"] in ends or len(rates[s["model"]]) > 1)
-            + f" to {s['min_lr']:g}" * (s["model"] in ends) for s in settings]  # fmt: skip
-
-
 def group_runs(logs):
     """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run;
-    its labels are models (with their rates, where one has several), complex ones before their twins. Raises InputError
-    for two runs of one label and seed, or of different configurations."""
+    shared["kind"] is what the groups differ in, {setting: value}. Labels are models, with their rates where one has
+    several, and the ends of the cosine where a rate has several; complex models come before their twins. Raises
+    InputError for two runs of one label and seed, or of different configurations."""
     groups, place, found = {}, {name: i for i, name in enumerate(FAMILIES)}, []
     for events in logs:
-        settings = {"tokens": "bytes"} | {k: v for k, v in events[0]["settings"].items() if v is not None}
-        data = {key: events[0]["data"][key] for key in ("name", "size", "sha256")}  # not what a folder left out
-        shared = {k: v for k, v in settings.items() if k not in NOT_SHARED} | {"data": data}
+        settings, data = {"tokens": "bytes", "init_from": "scratch"}, events[0]["data"]
+        settings |= {k: v for k, v in events[0]["settings"].items() if v is not None}
+        shared = {k: v for k, v in settings.items() if k not in NOT_SHARED}
+        shared["data"] = f"{data['name']} {data['sha256'][:8]}"
         groups.setdefault(json.dumps(shared, sort_keys=True), (shared, []))[1].append(events)
-    for shared, members in groups.values():
-        models = nest((label, e[0]["settings"]["seeds"], e) for label, e in zip(run_labels(members), members))
+    kinds = [s | {"init_from": "/".join(Path(s["init_from"]).parts[-2:])} for s, _ in groups.values()]
+    keys = [key for key in dict.fromkeys(key for kind in kinds for key in kind)
+            if len({kind.get(key) for kind in kinds}) > 1]  # fmt: skip
+    for (shared, members), kind in zip(groups.values(), kinds):
+        shared["kind"], rates, models = {key: kind.get(key) for key in keys}, {}, {}
+        for header, *_ in members:
+            s = header["settings"]
+            rates.setdefault(s["model"], set()).add((s["lr"], s["schedule"] != "constant" and s["min_lr"]))
+        for events in members:
+            s = events[0]["settings"]
+            several = len(rates[s["model"]]) > 1
+            ends = len({rate for rate, _ in rates[s["model"]]}) < len(rates[s["model"]])
+            rate = f", rate {s['lr']:g}" * several + f" to {s['min_lr']:g}" * ends
+            add_run(models, spec_label(s["model"]) + rate, s["seeds"], events)
         for label, runs in models.items():
-            kinds = [(h.get("config"), h["settings"]["model"]) for h, *_ in runs.values()]
-            if any(kind != kinds[0] for kind in kinds):
+            first, *others = [(header.get("config"), header["settings"]["model"]) for header, *_ in runs.values()]
+            if any(other != first for other in others):
                 raise InputError(f"the runs of {label} have different configurations: name those of one")
         order = sorted(models, key=lambda label: (place.get(family(label), 9), split_label(label)[0] in COMPLEX))
         found.append((shared, {label: models[label] for label in order}))
     return found
 
 
-def pairs(models, value):
-    """[(label, its reference, [(value, reference's value)] over the seeds of both)]. value: function of a run's events;
-    left out are seeds for which it is None on either side, or 0: steps to what a run began with have no ratio."""
-    found = []
-    for label, runs in models.items():
-        other = reference(label, models)
-        theirs = models.get(other, {})
-        both = [(value(events), value(theirs[seed])) for seed, events in runs.items() if seed in theirs]
-        both = [pair for pair in both if all(pair)]
-        found += [(label, other, both)] * bool(both)
-    return found
+def pairs(models):
+    """[(label, its reference)] of the models that have a seed in common with theirs."""
+    found = [(label, reference(label, models)) for label in models]
+    return [(label, other) for label, other in found if other and models[label].keys() & models[other].keys()]
+
+
+def paired(models, pair, value):
+    """[(value of a run, value of the run of its reference with the same seed)]. value: function of events. Left out are
+    seeds for which it is None on either side, or 0: steps to what a run began with have no ratio."""
+    runs, others = (models[label] for label in pair)
+    both = [(value(events), value(others[seed])) for seed, events in runs.items() if seed in others]
+    return [x for x in both if all(x)]
+
+
+def compare(models, value, text):
+    """A column of a table whose rows are pairs: text(paired values), and of how many seeds they are, if not of all."""
+
+    def cell(pair):
+        both, seeds = paired(models, pair, value), len(models[pair[0]])
+        return text(both) + f", {len(both)} of {seeds} seeds" * (len(both) < seeds) if both else "-"
+
+    return cell
+
+
+def gap_text(both):
+    return interval_text([x - y for x, y in both], "+")
+
+
+def step_ratio(models, pair, target):
+    """([(steps to a loss, steps of the reference)] over the seeds of both, sign of their ratio). A run that does not
+    reach the loss counts with its last step. sign: "=" if all reach it; ">" if only the first model misses it, as the
+    ratio is then at least that; "<" if only the second does; "" if nothing follows."""
+
+    def steps(events):
+        reached = steps_to_target(events, target)
+        return [(curve(events)[0] or [0])[-1] if reached is None else reached, reached is not None]
+
+    found = paired(models, pair, steps)
+    both = [(x, y) for (x, _), (y, _) in found]
+    missed = tuple(not all(reached for _, reached in side) for side in zip(*found))
+    sign = {(False, False): "=", (True, False): ">", (False, True): "<"}.get(missed, "")
+    return both, sign * all(map(all, both))
 
 
 def warmup_end(shared):
@@ -555,128 +598,77 @@ def targets(models):
     return sorted(found, reverse=True)
 
 
-def step_ratio(runs, others, target):
-    """([(steps of one model to a loss, steps of another)] over the seeds of both, sign of their ratio). A run that does
-    not reach the loss counts with its last step. sign: "=" if all reach it; ">" if only the first model misses it, as
-    the ratio is then at least that; "<" if only the second does; "" if nothing follows."""
-    seeds, steps, missed = [seed for seed in runs if seed in others], [], []
-    for of in (runs, others):
-        found = [steps_to_target(of[seed], target) for seed in seeds]
-        missed.append(None in found)
-        ends = [(curve(of[seed])[0] or [0])[-1] for seed in seeds]
-        steps.append([end if x is None else x for end, x in zip(ends, found)])
-    both, sign = [*zip(*steps)], {(False, False): "=", (True, False): ">", (False, True): "<"}.get(tuple(missed), "")
-    return both, sign * all(map(all, both))
-
-
-def of_runs(value, digits, paper=None):
-    """A column of by_model: the range over the seeds of value(events); in italics the paper's, {label: text}."""
-    printed = {label: f" *{text}*" for label, text in (paper or {}).items()}
-    return lambda label, runs: (range_text([*map(value, runs)], digits) or "-") + printed.get(label, "")
-
-
-def of_first(form):
-    """A column of by_model: a text from the header of a model's first run."""
-    return lambda label, runs: form.format(**runs[0][0])
-
-
-def by_model(models, columns):
-    """Rows of a table: a model, and in each column column(model, its runs)."""
-    return [[label, *(column(label, [*runs.values()]) for column in columns)] for label, runs in models.items()]
-
-
-def by_seed(models, columns):
-    return [[label, seed, *(column("", [events]) for column in columns)]
-            for label, runs in models.items() for seed, events in runs.items()]  # fmt: skip
-
-
-def by_pair(models, sign, text, columns):
-    """Rows of a table: a pair, and for each column, (function of a run, the paper's {label: number}), text(both)."""
-    found = {}
-    for i, (value, paper) in enumerate(columns):
-        for label, other, both in pairs(models, value):
-            cell = text(both) + f", {len(both)} of {len(models[label])} seeds" * (len(both) < len(models[label]))
-            cell += f" *{paper[label]}*" if label in paper and COMPLEX[label] == other else ""
-            found.setdefault(f"{label} {sign} {other}", ["-"] * len(columns))[i] = cell
-    return [[pair, *cells] for pair, cells in found.items()]
-
-
 def training_tables(shared, models):
     """Markdown of a group: protocol and models (QS tables 3-4), steps to a loss and their ratios (6, 5), gaps (7),
     losses at the budget (8), cost (9.3), spread of the layers' gradients (8.4), PAM's late metric, every run."""
     loss, budget, (warm, what), goals = unit(shared["tokens"]), shared["steps"], warmup_end(shared), targets(models)
     constant, logs = shared["schedule"] == "constant", [e for runs in models.values() for e in runs.values()]
     paper = PAPER if loss == "bpc" else dict.fromkeys(PAPER, {})
-    heads, steps = [f"{goal} {loss}" for goal in goals], [partial(steps_to_target, target=goal) for goal in goals]
+    common = min((x for x in goals if all(steps_to_target(events, x) is not None for events in logs)), default=None)
     evaluated = sorted({budget, *(step for events in logs for step in curve(events)[0] if step)})
-    at_budget = partial(loss_at, step=budget)
 
     def mean_loss(events):
-        """Mean of the losses at all evaluated steps but 0, or None if the run did not reach the budget."""
         losses = [loss_at(events, step) for step in evaluated]
         return None if None in losses else statistics.fmean(losses)
-
-    common = min((goal for goal in goals if all(steps_to_target(events, goal) for events in logs)), default=None)
 
     def tokens(events):
         return steps_to_target(events, common) * shared["batch"] * shared["seq"]
 
-    costs = [of_runs(lambda events: tokens(events) / 1e6, 2), of_runs(speed, 0),
-             of_runs(lambda events: tokens(events) / speed(events) / 60, 1)]  # fmt: skip
-    of_steps = [of_runs(of, 0, paper["steps"].get(goal)) for of, goal in zip(steps, goals)]
-    ratios = []
-    for label, other, _ in pairs(models, curve):
-        cells = [ratio_text(*step_ratio(models[label], models[other], goal)) for goal in goals]
-        printed = paper["ratio of steps"].get(label) if other == COMPLEX.get(label) else None
-        cells = [cell + f" *{printed}*" * bool(printed and goal in (2.5, 2.2, 2.0)) for cell, goal in zip(cells, goals)]
-        ratios.append([f"{label} / {other}", *cells])
-    gaps = [(partial(loss_at, step=warm), {} if constant else paper["gap after warmup"]), (at_budget, paper["gap"]),
-            (final_loss, {}), (mean_loss, {})]  # fmt: skip
-    ends = [of_runs(at_budget, 3), of_runs(final_loss, 3, paper["loss"])]
-    layered = {label: runs for label, runs in models.items() if any(layer_spread(e)[0] for e in runs.values())}
-    spread = [of_runs(lambda events: layer_spread(events)[0], 2, paper["spread"]),
-              of_runs(lambda events: layer_spread(events)[1], 2, paper["last over first"])]  # fmt: skip
+    def speed(events):
+        return statistics.median([e["tok_s"] for e in events if "tok_s" in e] or [math.nan])
+
+    headers = [events[0] for events in logs]
+    d, o = headers[0]["data"], headers[0].get("optimizer")
     rate = "{settings[lr]:g}" + " to {settings[min_lr]:g}" * (not constant)
     schedule = "constant rate" if constant else f"{warm:.0f} steps of warmup, then cosine"
-    headers, d = [events[0] for events in logs], shared["data"]
-    ran = [", ".join(sorted({str(h.get(key)) for h in headers})) for key in ("device", "threads", "git")]
-    torch = ", ".join(sorted({h.get("versions", {}).get("torch", "?") for h in headers}))
-    o = headers[0].get("optimizer")
     adamw = f", AdamW {tuple(o['betas'])}, decay {o['decay']}, gradients clipped at {o['clip']:g}" if o else ""
+    ran = [{str(h.get(key)) for h in headers} for key in ("device", "threads", "git")]
+    ran.append({h.get("versions", {}).get("torch", "?") for h in headers})
+    device, threads, git, torch = (", ".join(sorted(values)) for values in ran)
+    steps = {f"{goal} {loss}": over_seeds(partial(steps_to_target, target=goal), 0) for goal in goals}
+    ratios = {f"{goal} {loss}": lambda pair, goal=goal: ratio_text(*step_ratio(models, pair, goal)) for goal in goals}
+    gaps = {f"at step {warm:.0f}, {what}": partial(loss_at, step=warm),
+            f"at step {budget}, the budget": partial(loss_at, step=budget),
+            "there, whole split": final_loss, "mean of all evaluations but the first": mean_loss}  # fmt: skip
+    ends = {"fixed windows": over_seeds(partial(loss_at, step=budget), 3), "whole split": over_seeds(final_loss, 3)}
+    costs = {"tokens, millions": over_seeds(lambda events: tokens(events) / 1e6, 2),
+             "tokens a second": over_seeds(speed, 0),
+             "minutes": over_seeds(lambda events: tokens(events) / speed(events) / 60, 1)}  # fmt: skip
+    spread = {"largest over smallest": over_seeds(lambda events: layer_spread(events)[0], 2),
+              "last over first": over_seeds(lambda events: layer_spread(events)[1], 2)}  # fmt: skip
     return "\n\n".join(filter(None, [
         f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {budget:,} steps of {shared['batch']} x "
         f"{shared['seq']} tokens, {schedule}{adamw}, {shared['dtype']}. Validation every {shared['eval_every']} steps "
-        f"on {shared['eval_seqs']} fixed windows, at the end on the whole split. {ran[0]}; threads: {ran[1]}; PyTorch "
-        f"{torch}; code {ran[2]}. In brackets: lowest and highest seed; +- and square brackets: 95 % interval, paired "
+        f"on {shared['eval_seqs']} fixed windows, at the end on the whole split. {device}; threads: {threads}; PyTorch "
+        f"{torch}; code {git}. In brackets: lowest and highest seed; +- and square brackets: 95 % interval, paired "
         "by seed; *italics*: the paper's, 253M parameters, one seed on each of three corpora.",
-        markdown(["model", "parameters", "learning rate", "seeds"],
-                 by_model(models, [of_first("{params[total]:,}"), of_first(rate), lambda label, runs: len(runs)])),
-        markdown(["model", *heads], by_model(models, of_steps), "#### Steps to a validation loss") if goals else "",
-        markdown(["pair", *heads], ratios if goals else [], "#### Ratio of steps",
-                 "Above 1: the second is faster. Geometric means. > and <: runs do not reach the loss, their last step "
-                 "stands for them, and the ratio is a bound."),
-        markdown(["pair", f"at step {warm:.0f}, {what}", f"at step {budget}, the budget", "there, whole split",
-                  "mean of all evaluations but the first"],
-                 by_pair(models, "-", lambda both: interval_text([x - y for x, y in both], "+"), gaps),
-                 f"#### Gap in validation loss, {loss}", "Above 0: the second leads."),
-        markdown(["model", "fixed windows", "whole split"], by_model(models, ends),
-                 f"#### Validation loss at the budget, {loss}"),
-        markdown(["model", "tokens, millions", "tokens a second", "minutes"], by_model(models, costs),
-                 f"#### Cost of {common} {loss}", "At the median speed of each run, without validation."
-                 + f" {PAPER_COST}" * (loss == "bpc")) if common else "",
-        markdown(["model", "largest over smallest", "last over first"], by_model(layered, spread),
-                 "#### Gradient norms of the layers", "Medians over the evaluations."),
-        markdown(["model", "seed", *heads, "at the budget", "whole split"],
-                 by_seed(models, [*(of_runs(of, 0) for of in steps), *ends]), "#### Every run"),
-        epochs_table(logs),
+        table("model", models,
+              {"parameters": of_header("{params[total]:,}"), "learning rate": of_header(rate), "seeds": len}),
+        table("model", models, steps, "#### Steps to a validation loss", paper=paper["steps"]),
+        table("pair", {f"{label} / {other}": (label, other) for label, other in pairs(models)}, ratios,
+              "#### Ratio of steps", "Above 1: the second is faster. Geometric means. > and <: runs do not reach the "
+              "loss, their last step stands for them, and the ratio is a bound.", paper["ratio"]),
+        table("pair", {f"{label} - {other}": (label, other) for label, other in pairs(models)},
+              {head: compare(models, value, gap_text) for head, value in gaps.items()},
+              f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
+              {head: paper["gap"].get(head.partition(", ")[2], {}) for head in gaps}),
+        table("model", models, ends, f"#### Validation loss at the budget, {loss}", paper=paper["loss"]),
+        table("model", models if common else {}, costs, f"#### Cost of {common} {loss}",
+              "At the median speed of each run, without validation." + f" {PAPER_COST}" * (loss == "bpc")),
+        table("model", models, spread, "#### Gradient norms of the layers", "Medians over the evaluations.",
+              paper["gradients"]),
+        table("model | seed", each_run(models),
+              steps | {"at the budget": ends["fixed windows"], "whole split": ends["whole split"]}, "#### Every run"),
+        epochs_table(shared, models),
     ]))  # fmt: skip
 
 
 def caption(shared, models):
     """What a figure shows, in a line for its title: data, budget, schedule, number of seeds."""
+    name = shared["data"].rpartition(" ")[0]
     rate = "constant rate" if shared["schedule"] == "constant" else f"warmup of {warmup_end(shared)[0]:.0f}"
     seeds = "-".join(map(str, sorted({len(runs) for runs in models.values()})))
-    return f"{shared['data']['name']}, {shared['size']}, {shared['steps']} steps, {rate}; seeds a model: {seeds}"
+    return f"{name}, {shared['size']}, {shared['steps']} steps, {rate}; seeds a model: {seeds}"
 
 
 def lines_of(models, points, **look):
@@ -684,10 +676,11 @@ def lines_of(models, points, **look):
     return {label: (style(label) | look, [*map(points, runs.values())]) for label, runs in models.items()}
 
 
-def late_range(lines):
-    """Limits of an axis of losses: without the first fall from 8 bits a byte, which would take most of the height."""
-    late = [y for _, curves in lines for _, losses in curves for y in losses[len(losses) // 5 :]]
-    return min(late) - 0.1, max(late) + 0.1
+def cut_off_start(ax, *panels):
+    """Limits an axis of losses: the first fall, from 8 bits a byte, would take most of the height."""
+    curves = [losses for lines in panels for _, runs in lines.values() for _, losses in runs]
+    late = [y for losses in curves for y in losses[len(losses) // 5 :]]
+    ax.set_ylim(min(late) - 0.1, max(late) + 0.1)
 
 
 def plot_curves(shared, models, path):
@@ -698,22 +691,22 @@ def plot_curves(shared, models, path):
             lines[f"{name}, {what}".removeprefix(", ")] = lines_of(members, partial(curve, kind=kind))
     with figure(path, f"{caption(shared, models)}; the first fall is cut off", lines, 2,
                 xlabel="optimization step", ylabel=f"loss, {unit(shared['tokens'])}") as axes:  # fmt: skip
-        axes[0].set_ylim(late_range([line for of_panel in lines.values() for line in of_panel.values()]))
+        cut_off_start(axes[0], *lines.values())
 
 
-def plot_overlay(kinds, path):
-    """Validation loss of runs of any kinds (what differs, shared settings, models): colour and dash are the model's,
-    markers those of the kind and the rate; a panel for each unit of loss."""
+def plot_overlay(groups, path):
+    """Validation loss of runs of any kinds: colour and dash are the model's, markers those of the kind and the rate; a
+    panel for each unit of loss."""
     lines, marks = {}, {}
-    for what, shared, models in kinds:
+    for shared, models in groups:
         for label, (look, curves) in lines_of(models, curve, ms=4, markevery=0.1).items():
-            label = ", ".join(filter(None, [label, what]))
+            label = ", ".join(filter(None, [label, kind_text(shared)]))
             mark = MARKERS[marks.setdefault(label.partition(", ")[2], len(marks)) % len(MARKERS)]
             lines.setdefault(f"loss, {unit(shared['tokens'])}", {})[label] = look | {"marker": mark}, curves
     title = "Validation loss; the first fall is cut off"
     with figure(path, title, lines, height=3.4, xlabel="optimization step", sharey=False) as axes:
-        for ax, of_panel in zip(axes, lines.values()):
-            ax.set_ylim(late_range(of_panel.values()))
+        for ax, drawn in zip(axes, lines.values()):
+            cut_off_start(ax, drawn)
 
 
 def plot_steps(shared, models, path):
@@ -733,20 +726,20 @@ def plot_steps(shared, models, path):
 def plot_gap(shared, models, path):
     """QS figure 5: validation loss minus its reference's by step, the warmup shaded. Thin: seeds. Horizontal bands: the
     paper's gaps at its budget, of its own pairs. A model and itself in another shape is left out beside others."""
-    lines, warmup = {}, shared["schedule"] != "constant"
-    compared = {label: (other, both) for label, other, both in pairs(models, lambda events: dict(zip(*curve(events))))}
-    others = [label for label, (other, _) in compared.items() if split_label(label)[:2] != split_label(other)[:2]]
+    lines, warmup, found = {}, shared["schedule"] != "constant", pairs(models)
+    others = [(x, y) for x, y in found if split_label(x) != split_label(y)] or found
     for name, members in panels(models).items():
-        for label in (x for x in members if x in (others or compared)):
-            other, both = compared[label]
-            gaps = [{step: ours[step] - theirs[step] for step in ours if step in theirs} for ours, theirs in both]
-            lines.setdefault(name, {})[f"{label} - {other}"] = style(label), [([*gap], [*gap.values()]) for gap in gaps]
+        for label, other in others:
+            if label in members:
+                both = paired(models, (label, other), lambda events: dict(zip(*curve(events))))
+                gaps = [[(step, x[step] - y[step]) for step in x if step in y] for x, y in both]
+                lines.setdefault(name, {})[f"{label} - {other}"] = style(label), [[*zip(*gap)] for gap in gaps]
     title = f"{caption(shared, models)}; above 0: the second leads" + "; grey: warmup" * warmup
     with figure(path, title, lines, xlabel="optimization step", ylabel=f"gap, {unit(shared['tokens'])}") as axes:
-        for ax, of_panel in zip(axes, lines.values()):
-            for label, band in PAPER["gap"].items() if unit(shared["tokens"]) == "bpc" else ():
-                if (pair := f"{label} - {COMPLEX[label]}") in of_panel:
-                    look = {"color": style(label)["color"], "label": f"the paper's {pair}, at 1000 steps"}
+        for ax, drawn in zip(axes, lines.values()):
+            for pair, band in PAPER["gap"]["the budget"].items() if unit(shared["tokens"]) == "bpc" else ():
+                if pair in drawn:
+                    look = {"color": style(pair.split()[0])["color"], "label": f"the paper's {pair}, at 1000 steps"}
                     ax.axhspan(*map(float, band.split(" to ")), alpha=0.2, lw=0, **look)
             ax.axhline(0, color="black", lw=0.8)
             if warmup:
@@ -785,76 +778,62 @@ def plot_rates(shared, models, path):
         log_axis(axes[0], "x", sorted(rates))
 
 
-def differences(groups):
-    """[{setting: value}] of what the groups of group_runs differ in."""
-    settings = []
-    for shared, _ in groups:
-        origin = "/".join(Path(shared.get("init_from", "scratch")).parts[-2:])
-        data = f"{shared['data']['name']} {shared['data']['sha256'][:8]}"
-        settings.append(shared | {"data": data, "init_from": origin})
-    keys = dict.fromkeys(key for s in settings for key in s)
-    differ = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
-    return [{key: s.get(key) for key in differ} for s in settings]
-
-
-def settings_text(values, *hidden):
-    return ", ".join(f"{key} {value}" for key, value in values.items() if key not in hidden)
+def kind_text(shared, *hidden):
+    return ", ".join(f"{key} {value}" for key, value in shared["kind"].items() if key not in hidden)
 
 
 def training_report(logs):
     """(tables, {file name: function that draws it into a path}) of all groups of runs."""
-    groups, text, figures, kinds = group_runs(logs), [], {}, []
-    differ = differences(groups)
-    if len(groups) > 1:
-        text.append(f"Runs of {len(groups)} kinds, which differ in {', '.join(differ[0])} and are not averaged.")
-        if not any(pairs(models, curve) for _, models in groups):
+    groups, text, figures = group_runs(logs), [], {}
+    differ = groups[0][0]["kind"]
+    if differ:
+        text.append(f"Runs of {len(groups)} kinds, which differ in {', '.join(differ)} and are not averaged.")
+        if not any(pairs(models) for _, models in groups):
             text[0] += " No ratios and no gaps: they would compare these settings, not models."
-    for (shared, models), values in zip(groups, differ):
-        kinds.append((settings_text(values), shared, models))
-        text += [f"### {settings_text(values)}"] * bool(values) + [training_tables(shared, models)]
+    for shared, models in groups:
+        text += [f"### {kind_text(shared)}"] * bool(differ) + [training_tables(shared, models)]
         members = [events for runs in models.values() for events in runs.values()]
         if len(models) > len({events[0]["settings"]["model"] for events in members}):
-            drawn = {"rates": plot_rates}
+            plots = {plot_rates: True}
         else:
-            drawn = {"curves": plot_curves}
-            drawn |= {"steps": plot_steps} if targets(models) else {}
-            drawn |= {"gap": plot_gap} if pairs(models, curve) else {}
-            drawn |= {"gradients": plot_gradients} if any(layer_spread(events)[0] for events in members) else {}
-        for name, plot in drawn.items():
-            figures[f"{run_name(name, *values.values())}.png"] = partial(plot, shared, models)
-    if "curves.png" not in figures and sum(len(models) for _, models in groups) <= MOST_CURVES:
-        figures["curves.png"] = partial(plot_overlay, kinds)
-    laws = power_laws(groups) if {*differ[0]} <= {"size"} and "rates.png" not in figures else {}
+            plots = {plot_curves: True, plot_steps: targets(models), plot_gap: pairs(models),
+                     plot_gradients: any(layer_spread(events)[0] for events in members)}  # fmt: skip
+        for plot in filter(plots.get, plots):
+            name = run_name(plot.__name__.removeprefix("plot_"), *shared["kind"].values())
+            figures[f"{name}.png"] = partial(plot, shared, models)
+    if "curves.png" not in figures and sum(len(models) for _, models in groups) <= 10:
+        figures["curves.png"] = partial(plot_overlay, groups)
+    laws = power_laws(groups) if {*differ} <= {"size"} and "rates.png" not in figures else {}
     if laws:
         text.append(scaling_table(laws))
         figures["scaling.png"] = partial(plot_scaling, laws)
     return "\n\n".join(text), figures
 
 
-def csv_text(logs):
+def write_csv(path, logs):
     """{path: events} as CSV, a row for each run and evaluation; losses in nats a token. The event "val" is of the fixed
     windows, "final" and "eval" of a whole split, or in tasks of a length."""
     settings = ("model", "task", "size", "lr", "steps", "epochs", "seeds", "seed")
     evaluation = ("event", "split", "step", "epoch", "tokens", "time_s", "val_loss", "length", "acc")
-    writer = csv.writer(text := io.StringIO(), lineterminator="\n")
-    writer.writerow(["run", "data", "parameters", *settings, *evaluation])
-    for path, (header, *events) in logs.items():
-        run = [path, header["data"]["name"], header["params"]["total"], *map(header["settings"].get, settings)]
-        writer.writerows([*run, *map(e.get, evaluation)] for e in events if e["event"] in ("val", "final", "eval"))
-    return text.getvalue()
+    with explain(f"write --csv {path}"), open(os.path.expanduser(path), "w") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow(["run", "data", "parameters", *settings, *evaluation])
+        for name, (header, *events) in logs.items():
+            run = [name, header["data"]["name"], header["params"]["total"], *map(header["settings"].get, settings)]
+            writer.writerows([*run, *map(e.get, evaluation)] for e in events if e["event"] in ("val", "final", "eval"))
 
 
 def plot_forest(folders, path):
     """All ratios of steps of runs of train.py, {name of a folder: logs}: a row for each pair, in it from top to bottom
     the ratios to ever lower losses, with 95 % intervals."""
-    found = {}  # {group: {(label, reference): [step_ratio]}}
-    for folder, groups in ((folder, group_runs(logs)) for folder, logs in folders.items()):
-        for (shared, models), values in zip(groups, differences(groups)):
+    found = {}  # {group: {pair: [step_ratio]}}
+    for folder, logs in folders.items():
+        for shared, models in group_runs(logs):
             name = f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}"
-            name = "; ".join(filter(None, [name, settings_text(values, "size", "steps", "schedule", "warmup")]))
-            for label, other, _ in pairs(models, curve):
-                ratios = [step_ratio(models[label], models[other], goal) for goal in targets(models)]
-                found.setdefault(name, {})[label, other] = [ratio for ratio in ratios if ratio[1]]
+            name = "; ".join(filter(None, [name, kind_text(shared, "size", "steps", "schedule", "warmup")]))
+            for pair in pairs(models):
+                ratios = [step_ratio(models, pair, goal) for goal in targets(models)]
+                found.setdefault(name, {})[pair] = [ratio for ratio in ratios if ratio[1]]
     if not found:
         raise InputError("no two models of these runs have a ratio of steps")
     title = ("Steps to a validation loss, of the first model of a pair over those of the second. In each row the loss "
@@ -869,18 +848,18 @@ def plot_forest(folders, path):
             for (label, other), ratios in rows.items():
                 y -= 1
                 names[y] = f"{label}\n/ {other}"
-                for at, (both, sign) in zip(np.linspace(y + 0.36, y - 0.36, len(ratios) + 2)[1:-1], ratios):
+                for level, (both, sign) in zip(np.linspace(y + 0.36, y - 0.36, len(ratios) + 2)[1:-1], ratios):
                     (mean, ends), colour = mean_ratio(both), style(label)["color"]
-                    ax.plot(mean, at, sign.replace("=", "o"), color=colour, ms=4)
+                    ax.plot(mean, level, sign.replace("=", "o"), color=colour, ms=4)
                     means += [mean / 1.1, mean * 1.1]
                     if sign == "=" and ends:
-                        ax.plot(ends, [at, at], color=colour, lw=1.2)
+                        ax.plot(ends, [level, level], color=colour, lw=1.2)
                 ax.axhline(y - 0.5, color="0.9", lw=0.8)
             y -= 1
         ax.axvline(1, color="black", lw=1)
-        for label, ratio in PAPER["ratio of steps"].items():
-            text = f"the paper's {label} / {COMPLEX[label]}: {ratio}"
-            ax.axvline(float(ratio.split()[-1]), color=style(label)["color"], ls="--", lw=1.2, label=text)
+        for pair, ratio in PAPER["ratio"]["2.0 bpc"].items():
+            look = {"color": style(pair.split()[0])["color"], "label": f"the paper's {pair}: {ratio}"}
+            ax.axvline(float(ratio.split()[-1]), ls="--", lw=1.2, **look)
         ax.set(xlim=(min(means), max(means)), ylim=(y + 0.4, 0.6))  # an interval may end outside
         ax.set_yticks([*names], [*names.values()], fontsize=7)
         ax.grid(False, axis="y")
@@ -903,82 +882,84 @@ def late_losses(events):
 
 
 def late_metric(values):
-    """Mean, standard deviation (n - 1) and sigma_log10 = sigma / (y ln 10) of evaluations (PAM section III)."""
+    """Mean and standard deviation (n - 1) of evaluations (PAM section III)."""
     values = [*values]
-    mean, sigma = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-    return mean, sigma, sigma / (mean * math.log(10))
+    return statistics.fmean(values), statistics.stdev(values) if values[1:] else 0.0
 
 
-def epochs_table(logs):
+def late_perplexity(events):
+    return late_metric(map(math.exp, late_losses(events)))[0]
+
+
+def epochs_table(shared, models):
     """Markdown: the paper's late metric of finished runs in epochs, in nats and as perplexity, and of pairs the ratio
     of perplexities, but of no model and itself; beside the paper's, if the tokens are its own."""
-    models = nest((label, events[0]["settings"]["seeds"], events)
-                  for label, events in zip(run_labels(logs), logs) if late_losses(events))  # fmt: skip
-    s = logs[0][0]["settings"]
-    size = s["size"] if s.get("tokens") == "gpt2" else None
-
-    def perplexity(events):
-        return late_metric(map(math.exp, late_losses(events)))[0]
-
-    columns = [of_first("{settings[size]}"), of_first("{params[total]:,}"),
-               of_runs(lambda events: late_metric(late_losses(events))[0], 3),
-               lambda label, runs: PAPER_LOSSES.get(size, {}).get(label, "-"), of_runs(perplexity, 2)]  # fmt: skip
-    table = markdown(["model", "size", "parameters", "loss, nats", "the paper's", "perplexity"],
-                     by_model(models, columns), "#### Means of the last three epochs")  # fmt: skip
-    rows = by_pair(models, "/", lambda both: ratio_text([(y, x) for x, y in both]), [(perplexity, {})])
-    rows = [[pair, ratio, PAPER_RATIOS.get(size, "-") if pair == "sam / pam" else "-"] for pair, ratio in rows
-            if len({str(split_label(label)[:2]) for label in pair.split(" / ")}) > 1]  # fmt: skip
-    head = ["pair", "perplexity of the second over the first's", "the paper's"]
-    return "\n\n".join(filter(None, [table, markdown(head, rows)]))
+    models = {label: {seed: events for seed, events in runs.items() if late_losses(events)}
+              for label, runs in models.items() if any(map(late_losses, runs.values()))}  # fmt: skip
+    size = shared["size"] if shared["tokens"] == "gpt2" else None
+    columns = {
+        "size": of_header("{settings[size]}"), "parameters": of_header("{params[total]:,}"),
+        "loss, nats": over_seeds(lambda events: late_metric(late_losses(events))[0], 3),
+        "the paper's": lambda runs: PAPER_LOSSES.get(size, {}).get(of_header("{settings[model]}")(runs), "-"),
+        "perplexity": over_seeds(late_perplexity, 2),
+    }  # fmt: skip
+    rows = {f"{x} / {y}": (x, y) for x, y in pairs(models) if split_label(x) != split_label(y)}
+    ratio = compare(models, late_perplexity, lambda both: ratio_text([(y, x) for x, y in both]))
+    ratios = {"perplexity of the second over the first's": ratio,
+              "the paper's": lambda pair: PAPER_RATIOS.get(size, "-") if pair == ("sam", "pam") else "-"}  # fmt: skip
+    tables = table("model", models, columns, "#### Means of the last three epochs"), table("pair", rows, ratios)
+    return "\n\n".join(filter(None, tables))
 
 
 def power_law(sizes, values):
-    """log10 y = a + b log10 N by least squares, unweighted (PAM section III does not say). Returns a, b and their 2 x 2
-    covariance, from the scatter of the points about the line (nan for two points, which say nothing of it)."""
+    """log10 y = a + b log10 N by least squares, unweighted (PAM section III does not say). Returns a, b and the
+    standard error of b, from the scatter of the points about the line: nan for two points, which say nothing of it."""
     x, y = np.log10(sizes), np.log10(values)
-    (b, a), covariance = np.polyfit(x, y, 1, cov="unscaled")
-    scatter = ((y - a - b * x) ** 2).sum() / (len(x) - 2) if len(x) > 2 else math.nan
-    return float(a), float(b), scatter * covariance[::-1, ::-1]
+    (b, a), covariance = np.polyfit(x, y, 1, cov="unscaled" if len(x) == 2 else True)
+    return float(a), float(b), math.nan if len(x) == 2 else math.sqrt(covariance[0, 0])
 
 
 def crossing(first, second, freedom):
-    """(N, y) at which two power laws (a, b, covariance) meet; None if 0 lies in the 95 % interval of the difference of
+    """(N, y) at which two power laws (a, b, error of b) meet; None if 0 lies in the 95 % interval of the difference of
     their slopes. freedom: degrees of freedom of both, points minus 4."""
-    (a, b, covariance), (c, d, other) = first, second
-    if freedom > 0 and abs(b - d) > t95(freedom) * math.sqrt(covariance[1, 1] + other[1, 1]):  # nan: of two points
+    (a, b, error), (c, d, other) = first, second
+    if freedom > 0 and abs(b - d) > t95(freedom) * math.hypot(error, other):  # nan: of two points
         x = (c - a) / (b - d)
         return 10**x, 10 ** (a + b * x)
     return None
 
 
 def power_laws(groups):
-    """Of models with runs of several sizes: {quantity: {model: ([N], [y], [sigma_log10], power_law, slope's text)}}."""
-    found = {}
+    """Of models with runs of several sizes: {quantity: {model: ([N], [mean], [standard deviation], power_law)}}."""
+    found, laws = {}, {}
     for label, runs in (item for _, models in groups for item in models.items()):
-        model, options, _ = split_label(label)
+        model, options = split_label(label)
         for events in runs.values():
             if late := late_losses(events):
                 found.setdefault(":".join([model, *options]), []).append((events[0]["params"]["total"], late))
-    laws = {}
     for name in sorted(found, key=lambda name: name != "pam"):
-        for quantity, of in (("loss", float), ("perplexity", math.exp)) if len({n for n, _ in found[name]}) > 1 else ():
-            points = sorted((n, *late_metric([of(x) for x in late])) for n, late in found[name])
-            sizes, values, _, sigmas = zip(*points)
-            law = power_law(sizes, values)
-            slope = f"{law[1]:.3f} +- {law[2][1, 1] ** 0.5:.3f}"
-            laws.setdefault(quantity, {})[name] = sizes, values, sigmas, law, slope
+        if len({n for n, _ in found[name]}) > 1:
+            for quantity, scale in (("loss", float), ("perplexity", math.exp)):
+                points = sorted((n, *late_metric(map(scale, late))) for n, late in found[name])
+                sizes, means, sigmas = zip(*points)
+                laws.setdefault(quantity, {})[name] = sizes, means, sigmas, power_law(sizes, means)
     return laws
 
 
+def slope_text(law):
+    return f"{law[1]:.3f} +- {law[2]:.3f}"
+
+
 def scaling_table(laws):
-    rows = []
+    rows, first = [], next(iter(laws["loss"]))
     for quantity, models in laws.items():
-        paper, (first, (sizes_of_first, _, _, law_of_first, _)) = PAPER_FITS[quantity], next(iter(models.items()))
-        for name, (sizes, _, _, law, slope) in models.items():
-            met = crossing(law_of_first, law, len(sizes_of_first) + len(sizes) - 4) if name != first else None
+        paper = PAPER_FITS[quantity]
+        for name, (sizes, *_, law) in models.items():
+            freedom = len(models[first][0]) + len(sizes) - 4
+            met = crossing(models[first][-1], law, freedom) if name != first else None
             place = f"{met[0]:.2g} ({met[1]:.3g})" if met else "-"
             place += " *{:.2g} ({})*".format(*paper["crossing"]) * ((first, name) == ("pam", "sam"))
-            slope += f" *{paper[name]}*" if name in paper else ""
+            slope = slope_text(law) + (f" *{paper[name]}*" if name in paper else "")
             rows.append([quantity, name, len(sizes), len({*sizes}), slope, place])
     note = ("Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there "
             "is no crossing. *Italics: the paper's, of GPT-2's tokens.*")  # fmt: skip
@@ -991,12 +972,11 @@ def plot_scaling(laws, path):
     title, ylabel = "Late-epoch loss and perplexity by parameters, a point a run", ("loss, nats", "perplexity")
     with figure(path, title, ["", ""], 1, 3, "parameters", ylabel, sharey=False) as axes:
         for ax, (quantity, models) in zip(axes, laws.items()):
-            for i, (name, (sizes, values, sigmas, law, slope)) in enumerate(models.items()):
+            for i, (name, (sizes, means, sigmas, law)) in enumerate(models.items()):
                 colour, ends = style(name)["color"], [sizes[0], sizes[-1]]
-                bars = [y * sigma * math.log(10) for y, sigma in zip(values, sigmas)]
                 beside = [n * 1.012 ** (4 * i + sizes[:k].count(n)) for k, n in enumerate(sizes)]
-                label = f"{name}, {quantity}: slope {slope}"
-                ax.errorbar(beside, values, bars, fmt="^*os"[i % 4], color=colour, ms=5, lw=0.8, capsize=2, label=label)
+                name = f"{name}, {quantity}: slope {slope_text(law)}"
+                ax.errorbar(beside, means, sigmas, fmt="^*os"[i % 4], color=colour, ms=5, lw=0.8, capsize=2, label=name)
                 ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
             ax.set_yscale("log")
             log_axis(ax, "x", form=lambda n, _: f"{n / 1e6:g}M")
@@ -1007,9 +987,6 @@ def plot_scaling(laws, path):
 # ----------------------------------------------------------------------------------------------------------------------
 # Tasks (CSP section 3, appendices A and B)
 
-PAPER_ORDER = ("csp-vanilla", "csp-fast", "rnn", "complex-rnn", "signed-mamba", "decoder")
-
-
 def protocol(events):
     """What runs must have in common to stand in one table."""
     return {k: v for k, v in events[0]["settings"].items() if k not in ("model", "task", "seed")}
@@ -1017,16 +994,16 @@ def protocol(events):
 
 def group_tasks(logs):
     """{task: {model: {seed: events}}}, the paper's models first, or InputError if the runs do not belong together."""
-    known, rows = {model: i for i, model in enumerate(PAPER_ORDER)}, []
+    known, groups = {model: i for i, model in enumerate(PAPER_TASKS["parity"])}, {}
     for events in sorted(logs, key=lambda e: (known.get(e[0]["settings"]["model"], 9), e[0]["settings"]["seed"])):
         s = events[0]["settings"]
-        rows.append((spec_label(s["task"]), spec_label(s["model"]), s["seed"], events))
         for k, v in protocol(logs[0]).items():
             if s.get(k) != v:
                 raise InputError(f"runs of different protocols do not go into one table: {k} is {v} and {s.get(k)}")
         if events[-1]["event"] != "final":
             raise InputError(f"the run of {s['model']} on {s['task']}, seed {s['seed']}, is not finished: run it again")
-    return nest(rows)
+        add_run(groups.setdefault(spec_label(s["task"]), {}), spec_label(s["model"]), s["seed"], events)
+    return groups
 
 
 def accuracies(events):
@@ -1037,51 +1014,49 @@ def accuracies(events):
 def task_tables(logs):
     """Markdown: accuracy by length with the paper's (CSP tables 1-4), spread over seeds (table 5), paired differences,
     every seed, and the rotation that CSP learnt for each symbol."""
-    groups, s, paired, spread, every_seed, angles = group_tasks(logs), logs[0][0]["settings"], [], [], [], []
-    lengths, longest, at = s["lengths"], s["lengths"][-1], [f"L={length}" for length in s["lengths"]]
+    groups, s, paired_rows, spread, every_seed, angles = group_tasks(logs), logs[0][0]["settings"], {}, [], {}, []
+    lengths, longest = s["lengths"], s["lengths"][-1]
+    at_length = {f"L={n}": over_seeds(lambda events, n=n: accuracies(events)[n], 3) for n in lengths}
     text = [
         f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean "
         "over the seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
     ]
     for task, models in groups.items():
-        printed, columns = PAPER_TASKS.get(task, {}), []
-        for n in lengths:
-            paper = {model: dict(zip(PAPER_LENGTHS, means)).get(n) for model, (means, _) in printed.items()}
-            paper = {model: f"{mean:.3f}" for model, mean in paper.items() if mean}
-            columns.append(of_runs(lambda events, n=n: accuracies(events)[n], 3, paper))
-        rows = by_model(models, [of_first("{params[total]:,}"), lambda model, runs: len(runs), *columns])
-        text.append(markdown(["model", "parameters", "seeds", *at], rows, f"### {task}"))
-        every_seed += [[task, *row] for row in by_seed(models, columns)]
+        printed = PAPER_TASKS.get(task, {})
+        paper = {f"L={n}": {model: f"{means[i]:.3f}" for model, (means, _) in printed.items()}
+                 for i, n in enumerate(PAPER_LENGTHS)}  # fmt: skip
+        columns = {"parameters": of_header("{params[total]:,}"), "seeds": len} | at_length
+        text.append(table("model", models, columns, f"### {task}", paper=paper))
+        every_seed |= each_run(models, task)
         for i, (model, runs) in enumerate(models.items()):
             if len(runs) > 1:
                 theirs = f"{statistics.stdev(printed[model][1]):.3f}" if model in printed and longest == 64 else "-"
                 ours = statistics.stdev(accuracies(events)[longest] for events in runs.values())
                 spread.append([task, model, len(runs), f"{ours:.3f}", theirs])
             for other in [*models][:i]:
-                both = [(runs[seed], models[other][seed]) for seed in runs if seed in models[other]]
+                both = paired(models, (model, other), accuracies)
                 if len(both) > 1:
-                    both = [(accuracies(ours), accuracies(theirs)) for ours, theirs in both]
-                    cells = [interval_text([a[n] - b[n] for a, b in both], "+") for n in lengths]
-                    paired.append([task, f"{model} - {other}", len(both), *cells])
+                    paired_rows[f"{task} | {model} - {other}"] = both
             for seed, events in runs.items():
                 for block, ((zero, sure0), (one, sure1)) in enumerate(events[-1].get("theta", ()), 1):
                     turn = (one - zero + math.pi) % (2 * math.pi) - math.pi
                     found = f"{zero:+.3f} ({sure0:.2f})", f"{one:+.3f} ({sure1:.2f})", f"{turn / math.pi:+.3f}"
                     angles.append([task, model, seed, block, *found])
-    text += [
-        markdown(["task", "difference", "seeds", *at], paired, "### Paired by seed",
-                 "Mean difference in accuracy and 95 % interval (Student's t)."),
+    gaps = {f"L={n}": lambda both, n=n: gap_text([(x[n], y[n]) for x, y in both]) for n in lengths}
+    return "\n\n".join(filter(None, [
+        *text,
+        table("task | difference", paired_rows, {"seeds": len} | gaps, "### Paired by seed",
+              "Mean difference in accuracy and 95 % interval (Student's t)."),
         markdown(["task", "model", "seeds", "ours", "paper"], spread, f"### Spread over the seeds, L={longest}",
                  "Sample standard deviation; the paper's from the seeds of its tables 2-4 (its table 5 prints other "
                  "numbers)."),
-        markdown(["task", "model", "seed", *at], every_seed, "### Every seed"),
+        table("task | model | seed", every_seed, at_length, "### Every seed"),
         markdown(["task", "model", "seed", "block", "at 0", "at 1", "difference"], angles,
                  "### What CSP turns its state by, at each symbol",
                  "Radians; in brackets how constant the angle is (1: always the same). The last column is the "
                  "difference in units of pi: parity asks for 1, mod-3 for 2/3."),
         f"Steps skipped because a gradient was not finite: {sum(log[-1]['skipped'] for log in logs)} of all runs.",
-    ]  # fmt: skip
-    return "\n\n".join(filter(None, text))
+    ]))  # fmt: skip
 
 
 def plot_lengths(task, models, path):
@@ -1122,15 +1097,17 @@ def plot_seeds(groups, path):
             ax.set_xlim(-0.5, len(models) - 0.5)
 
 
-def plot_dynamics(groups, model, path):
-    """Gradient norm and accuracy at the training length, by epoch, of every seed (CSP figure 6)."""
-    lines = {}
+def plot_dynamics(groups, path):
+    """CSP figure 6: gradient norm and accuracy at the training length, by epoch, of every seed of CSP-Fast, or else of
+    the first model."""
+    names = [name for models in groups.values() for name in models]
+    model, lines = "csp-fast" if "csp-fast" in names else names[0], {}
     for key, what in (("grad_max", "gradient"), ("acc", "accuracy")):
         for task, runs in ((task, models[model]) for task, models in groups.items() if model in models):
-            of_panel = lines.setdefault(f"{task}, {what}", {})
+            drawn = lines.setdefault(f"{task}, {what}", {})
             for (seed, events), colour in zip(runs.items(), cycle(COLOURS.values())):
                 points = [(e["epoch"], e[key]) for e in events if e["event"] == "train"]
-                of_panel[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [tuple(zip(*points))]
+                drawn[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [tuple(zip(*points))]
     ylabel = "largest gradient norm\nsince the last point", "accuracy at the training length"
     title = f"{model}: training, a line a seed"
     with figure(path, title, lines, len(lines) // 2, 2.2, "epoch", ylabel, sharey="row") as axes:
@@ -1139,10 +1116,12 @@ def plot_dynamics(groups, model, path):
 
 def task_figures(groups):
     """{file name: function that draws it into a path} of group_tasks."""
-    names = [model for models in groups.values() for model in models]
     figures = {f"{run_name('lengths', task)}.png": partial(plot_lengths, task, runs) for task, runs in groups.items()}
-    dynamics = partial(plot_dynamics, groups, "csp-fast" if "csp-fast" in names else names[0])
-    return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": dynamics}
+    return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": partial(plot_dynamics, groups)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
 
 
 def find_logs(run):
@@ -1164,32 +1143,31 @@ def main():
     one_figure = target.suffix.lower() in FORMATS
     out = None if args.out is None else target.parent if one_figure else parse_out(args.out)
     found = {run: {path: read_log(path) for path in find_logs(run)} for run in args.runs}
-    by_path = {path: events for of_run in found.values() for path, events in of_run.items()}
-    of_tasks, *both = {"task" in events[0]["settings"] for events in by_path.values()}
-    if both or (of_tasks and args.forest):
+    by_path = {path: events for logs in found.values() for path, events in logs.items()}
+    tasks, *both = {"task" in events[0]["settings"] for events in by_path.values()}
+    if both or (tasks and args.forest):
         raise InputError("logs of tasks.py go neither into one report with those of train.py, nor into --forest")
-    logs, written = [*by_path.values()], None
+    logs = [*by_path.values()]
     if args.forest:
         if not one_figure:
             raise InputError("--forest draws one figure: name it, such as --out forest.png")
-        folders = {Path(run).resolve().name: [*of_run.values()] for run, of_run in found.items()}
+        folders = {Path(run).resolve().name: [*logs.values()] for run, logs in found.items()}
         text, figures = "", {target.name: partial(plot_forest, folders)}
     else:
         try:
-            text, figures = (task_tables(logs), task_figures(group_tasks(logs))) if of_tasks else training_report(logs)
+            text, figures = (task_tables(logs), task_figures(group_tasks(logs))) if tasks else training_report(logs)
         except KeyError as e:
             raise InputError(f"a log lacks {e}: it is of another version of train.py or tasks.py") from None
     if one_figure and not args.forest:
         ours = f"plot_{target.stem.partition('-')[0]}" in globals()  # a name of ours, or one of the user's own
-        name = f"{target.stem}.png" if ours or of_tasks else "curves.png"
+        name = f"{target.stem}.png" if ours or tasks else "curves.png"
         if name not in figures:
             names = ", ".join(figure.removesuffix(".png") for figure in figures)
             raise InputError(f"--out {args.out} is none of their figures: these runs have {names}")
-        figures, written = {target.name: figures[name]}, ""
+        figures = {target.name: figures[name]}
     if args.csv is not None:
-        with explain(f"write --csv {args.csv}"):
-            Path(os.path.expanduser(args.csv)).write_text(csv_text(by_path))
-    show_report(text, figures, out, written)
+        write_csv(args.csv, by_path)
+    show_report(text, figures, out, "" if one_figure else text)
 
 
 if __name__ == "__main__":

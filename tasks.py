@@ -425,9 +425,8 @@ def main():
         logs = [report.read_log(path) for path in sorted(out.glob("*/log.jsonl"))]
         logs = [events for events in logs if events[-1]["event"] == "final" and report.protocol(events) == alike]
         text = report.task_tables(logs)
-        paths = report.write_report(text, report.task_figures(report.group_tasks(logs)), out)
-    shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
-    print(shown, f"\nwrote {', '.join(map(str, paths))}", sep="\n", flush=True)
+        shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
+        report.show_report(shown, report.task_figures(report.group_tasks(logs)), out, text)
 
 
 if __name__ == "__main__":

@@ -490,7 +490,7 @@ class Run:
             print_rank0(f"--- a sample, temperature 0.8 (more: {more})\n{text.strip()}\n---")
         if s.epochs:
             with extra("table"):
-                print_rank0(report.epochs_table([report.read_log(self.folder)]))
+                print_rank0(report.epochs_table(*report.group_runs([report.read_log(self.folder)])[0]))
 
     def speed(self):
         """The speed of the last steps, for the log; and the time to the end, with the validations to come."""
