@@ -266,9 +266,14 @@ def of_header(form):
 
 
 def add_run(models, label, seed, events):
-    """Adds a run to {label: {seed: events}}."""
-    if models.setdefault(label, {}).setdefault(seed, events) is not events:
+    """Adds a run to {label: {seed: events}}. Raises InputError for a second one, and for another configuration."""
+    runs, header = models.setdefault(label, {}), events[0]
+    if seed in runs:
         raise InputError(f"two runs of {label} with seed {seed}: name one of them")
+    for other, *_ in runs.values():
+        if (other.get("config"), other["settings"]["model"]) != (header.get("config"), header["settings"]["model"]):
+            raise InputError(f"the runs of {label} have different configurations: name those of one")
+    runs[seed] = events
 
 
 def each_run(models, *names):
@@ -491,7 +496,7 @@ def reference(label, labels):
     return next((other for other in others if other in labels and other != label), None)
 
 
-def panels(models):
+def by_family(models):
     """{title: {label: runs}}: a panel for each family if each is a paper's and has several models, else one for all."""
     found = {}
     for label, runs in models.items():
@@ -516,20 +521,15 @@ def group_runs(logs):
     keys = [key for key in dict.fromkeys(key for kind in kinds for key in kind)
             if len({kind.get(key) for kind in kinds}) > 1]  # fmt: skip
     for (shared, members), kind in zip(groups.values(), kinds):
-        shared["kind"], rates, models = {key: kind.get(key) for key in keys}, {}, {}
-        for header, *_ in members:
-            s = header["settings"]
-            rates.setdefault(s["model"], set()).add((s["lr"], s["schedule"] != "constant" and s["min_lr"]))
+        shared["kind"], models = {key: kind.get(key) for key in keys}, {}
+        settings = [header["settings"] for header, *_ in members]
         for events in members:
             s = events[0]["settings"]
-            several = len(rates[s["model"]]) > 1
-            ends = len({rate for rate, _ in rates[s["model"]]}) < len(rates[s["model"]])
-            rate = f", rate {s['lr']:g}" * several + f" to {s['min_lr']:g}" * ends
-            add_run(models, spec_label(s["model"]) + rate, s["seeds"], events)
-        for label, runs in models.items():
-            first, *others = [(header.get("config"), header["settings"]["model"]) for header, *_ in runs.values()]
-            if any(other != first for other in others):
-                raise InputError(f"the runs of {label} have different configurations: name those of one")
+            rates = {(x["lr"], shared["schedule"] == "constant" or x["min_lr"])
+                     for x in settings if x["model"] == s["model"]}  # fmt: skip
+            label = spec_label(s["model"]) + f", rate {s['lr']:g}" * (len(rates) > 1)
+            label += f" to {s['min_lr']:g}" * (len({rate for rate, _ in rates}) < len(rates))
+            add_run(models, label, s["seeds"], events)
         order = sorted(models, key=lambda label: (place.get(family(label), 9), split_label(label)[0] in COMPLEX))
         found.append((shared, {label: models[label] for label in order}))
     return found
@@ -590,7 +590,7 @@ def warmup_end(shared):
 def targets(models):
     """Losses, falling: those of TARGETS that a run reaches, and of each panel the lowest tenth that all runs reach."""
     found = set()
-    for members in panels(models).values():
+    for members in by_family(models).values():
         curves = [curve(events)[1] for runs in members.values() for events in runs.values()]
         lowest = [min(losses) for losses in curves if losses[1:]]
         found.update(target for target in TARGETS if lowest and target >= min(lowest))
@@ -686,7 +686,7 @@ def cut_off_start(ax, *panels):
 def plot_curves(shared, models, path):
     """Loss by optimization step: validation (QS figure 4) and training (figure 7), a row a family."""
     lines = {}
-    for name, members in panels(models).items():
+    for name, members in by_family(models).items():
         for kind, what in (("val", "validation"), ("train", "training batches")):
             lines[f"{name}, {what}".removeprefix(", ")] = lines_of(members, partial(curve, kind=kind))
     with figure(path, f"{caption(shared, models)}; the first fall is cut off", lines, 2,
@@ -717,7 +717,7 @@ def plot_steps(shared, models, path):
         steps = {i: steps_to_target(events, goal) for i, goal in enumerate(goals)}
         return [i for i in steps if steps[i] is not None], [x for x in steps.values() if x is not None]
 
-    lines = {name: lines_of(members, reached, marker="o", ms=4) for name, members in panels(models).items()}
+    lines = {name: lines_of(members, reached, marker="o", ms=4) for name, members in by_family(models).items()}
     with figure(path, caption(shared, models), lines, xlabel=f"validation loss, {unit(shared['tokens'])}",
                 ylabel="steps to the loss") as axes:  # fmt: skip
         axes[0].set_xticks(range(len(goals)), goals)
@@ -728,7 +728,7 @@ def plot_gap(shared, models, path):
     paper's gaps at its budget, of its own pairs. A model and itself in another shape is left out beside others."""
     lines, warmup, found = {}, shared["schedule"] != "constant", pairs(models)
     others = [(x, y) for x, y in found if split_label(x) != split_label(y)] or found
-    for name, members in panels(models).items():
+    for name, members in by_family(models).items():
         for label, other in others:
             if label in members:
                 both = paired(models, (label, other), lambda events: dict(zip(*curve(events))))
@@ -771,7 +771,7 @@ def plot_rates(shared, models, path):
                 rates.add(rate)
                 found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(seed, {})[rate] = loss
     lines = {name: lines_of(members, lambda losses: tuple(zip(*sorted(losses.items()))), marker="o", ms=4)
-             for name, members in panels(found).items()}  # fmt: skip
+             for name, members in by_family(found).items()}  # fmt: skip
     title = caption(shared, models) + "; scales differ" * (len(lines) > 1)
     with figure(path, title, lines, xlabel="peak learning rate", ylabel=f"loss, {unit(shared['tokens'])}",
                 sharey=False) as axes:  # fmt: skip

@@ -4016,10 +4016,10 @@ def test_report_references():
     assert report.reference("hmamba:N=8", ["hmamba:N=4", "hmamba:N=8"]) == "hmamba:N=4"
     assert report.reference("mamba", ["mamba"]) is None
     pairs = ["hmamba", "mamba", "htransformer:score=softmax", "transformer"]
-    found = report.panels(dict.fromkeys(pairs))
+    found = report.by_family(dict.fromkeys(pairs))
     assert {name: [*members] for name, members in found.items()} == {"state space": pairs[:2], "attention": pairs[2:]}
     for others in (["htransformer"], [*pairs[:2], "GRU D=8", "LSTM"], ["pam", *pairs], ["sam:D=8", "sam", "hmamba"]):
-        assert report.panels(dict.fromkeys(others)) == {"": dict.fromkeys(others)}
+        assert report.by_family(dict.fromkeys(others)) == {"": dict.fromkeys(others)}
 
 
 def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
