@@ -22,8 +22,7 @@ Every tensor begins with an axis of seeds: `stack_seeds` trains several initiali
 for rounding.
 
 Parameters for two classes, ours and the paper's: csp 4,779 (4,779), rnn 2,770 (2,770), complex-rnn 10,578 (10,323),
-signed-mamba 17,106 (18,742), decoder 39,890 (41,235). The paper does not give the last three layouts: theirs, with the
-signs of Mamba's A and the one layer of complex-rnn, are ours.
+signed-mamba 17,106 (18,742), decoder 39,890 (41,235). The paper does not give the last three layouts.
 """
 
 import math
@@ -70,8 +69,8 @@ def at_least_float32(x):
 
 
 class Linear(nn.Module):
-    """One linear map per seed, x (S, ..., n_in) -> (S, ..., n_out), initialised as torch.nn.Linear is (appendix E.1, which
-    then has biases of zero, unlike PyTorch's)."""
+    """One linear map per seed, x (S, ..., n_in) -> (S, ..., n_out), initialised as torch.nn.Linear is. Appendix E.1 has
+    "standard PyTorch defaults" with biases of zero; PyTorch's are uniform, and so are ours."""
 
     def __init__(self, n_in, n_out, bias=True):
         super().__init__()
@@ -111,8 +110,8 @@ class Head(nn.Module):
 
     def forward(self, x, generators):
         if generators is not None:
-            keep = torch.stack([torch.rand(x.shape[1:], generator=g, dtype=torch.float32) for g in generators]) >= DROPOUT
-            x = x * keep.to(x) / (1 - DROPOUT)
+            drawn = torch.stack([torch.rand(x.shape[1:], generator=g, dtype=torch.float32) for g in generators])
+            x = x * (drawn >= DROPOUT).to(x) / (1 - DROPOUT)
         return self.out(self.hidden(x).relu())
 
 
@@ -163,11 +162,6 @@ class CSPConfig(Config):
             raise ValueError("skip=prev needs carry=normalised: Algorithm 2 has no earlier output to skip from")
 
 
-def atan2(y, x):
-    """torch.atan2; where both are under 1e-15 the angle is 0, and gradients stay finite in every mode."""
-    return torch.atan2(y, torch.where(x.square() + y.square() < 1e-30, 1.0, x))
-
-
 def rotate(z, theta):
     """e^{i theta} z on planes z (..., 2, d); theta broadcasts against (..., 1, d).                      (eq. 11)"""
     cos, sin = theta.cos(), theta.sin()
@@ -211,14 +205,12 @@ def scan(delta, c, method, eps=EPS):
 
 
 class CSPBlock(nn.Module):
-    """Parameters: B 2d x 2d with bias on the joined planes (appendix D.1; section 2.1 has d x d on each plane), W_theta
-    2d x 2 without bias, W_delta and W_gamma 2d x 1, one skip gate (eq. 2 has one per dimension): 1,187 at d=16, which
-    fit the paper's count.
+    """1,187 parameters at d=16, which fit the paper's count: B on the joined planes (appendix D.1; section 2.1 has one on
+    each), W_theta without bias, W_delta, W_gamma, one skip gate (eq. 2 has one per dimension).
 
-    W_theta starts at PyTorch's default and not at zero (appendix E.1), where atan2 has gradient zero. Of gate_init
-    section 4.2 calls the gradient strongest near a peak of the sine, but it is cos(eta) / 2, zero there. `peak` starts
-    there all the same, `slope` where it is strongest.
-    """
+    W_theta starts at PyTorch's default and not at zero (appendix E.1), where atan2 has gradient zero. Section 4.2 calls
+    the gate's gradient strongest near a peak of the sine, but it is cos(eta) / 2, zero there: gate_init=peak starts
+    there all the same, `slope` where it is strongest."""
 
     def __init__(self, config):
         super().__init__()
@@ -238,7 +230,8 @@ class CSPBlock(nn.Module):
         if self.config.theta == "frozen":
             return z.new_zeros(*z.shape[:3], 1, 1)
         x, y = self.W_theta(z.flatten(3)).tanh().unflatten(-1, (2, -1)).split(1, dim=-2)
-        return atan2(y, x)  # eq. 10
+        x = torch.where(x.square() + y.square() < 1e-30, 1.0, x)  # at (0, 0) the angle is 0, its gradients finite
+        return torch.atan2(y, x)  # eq. 10
 
     def forward(self, z):
         cfg = self.config
@@ -255,11 +248,12 @@ class CSPBlock(nn.Module):
             h = scan(delta, c, cfg.scan, cfg.eps).view_as(z)
             return normalise(g * z + F.silu(h))  # lines 19-20
         alpha = torch.exp(-F.softplus(self.W_delta(b)))  # eqs. 13-14
-        alpha, c, skip = (x.movedim(2, 0).contiguous() for x in (alpha.unsqueeze(-1), c.view_as(z), g * z))
+        alpha, c = (x.movedim(2, 0).contiguous() for x in (alpha.unsqueeze(-1), c.view_as(z)))
+        skip = (g * z).movedim(2, 0).contiguous() if cfg.skip == "input" else len(c) * [None]
         g, o, outputs = g.squeeze(1), torch.zeros_like(c[0]), []
         for alpha_t, c_t, skip_t in zip(alpha, c, skip):
             y = F.silu(torch.addcmul(c_t, alpha_t, o))  # Algorithm 1, line 15; SiLU: line 17
-            o = normalise(y + skip_t if cfg.skip == "input" else torch.addcmul(y, g, o))  # line 17
+            o = normalise(torch.addcmul(y, g, o) if skip_t is None else y + skip_t)  # line 17
             outputs.append(o)
         return torch.stack(outputs, 2)
 
@@ -363,7 +357,7 @@ def transition(r_t, A, out):
 
 
 class SignedScan(torch.autograd.Function):
-    """h_t = tanh(r_t A) h_{t-1} + x_t B_t, y_t = C_t . h_t, with h_0 = 0, 1.2 times as fast as autograd through the loop.
+    """h_t = tanh(r_t A) h_{t-1} + x_t B_t, y_t = C_t . h_t, with h_0 = 0; 1.2 times as fast as autograd through a loop.
 
     Args: r, x (S, K, T, E); A (S, E, N) or (S, E, 1); B, C (S, K, T, N). Returns: y (S, K, T, E).
     """
@@ -394,9 +388,7 @@ class SignedScan(torch.autograd.Function):
             d_x[:, :, t] = (d_h @ B[:, :, t].unsqueeze(-1)).squeeze(-1)
             d_B[:, :, t] = (x_t.unsqueeze(-2) @ d_h).squeeze(-2)
             transition(r_t, A, out=a)
-            d_a = torch.mul(d_h, h[t], out=product)
-            if A.shape[-1] == 1:
-                d_a = d_a.sum(-1, keepdim=True)
+            d_a = torch.mul(d_h, h[t], out=product).sum_to_size(d_A.shape)
             d_h.mul_(a)  # now the gradient that reaches h_{t-1}
             d_tanh = d_a.mul_(a.square_().neg_().add_(1))
             d_A.addcmul_(d_tanh, r_t.unsqueeze(-1))

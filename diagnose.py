@@ -27,7 +27,7 @@ import hmamba
 import htransformer
 import pam
 import sample
-from data import InputError, Parser, cache_dir, command_line, explain
+from data import InputError, Parser, command_line, explain
 from report import (COLOURS, figure, interval_text, log_axis, markdown, mean_interval, parse_out, range_text, read_log,
                     shades, show_report, spec_label, style)  # fmt: skip
 
@@ -45,16 +45,16 @@ def effective_rank(S):
     return torch.where(s.sum(-1) > 0, torch.exp(-torch.xlogy(p, p).sum(-1)), 0.0)
 
 
+@torch.no_grad()
 def state_ranks(model, tokens, positions):
     """Effective rank of the memories of a PAM or SAM that has read the first t of tokens (B, T), for each t of
     `positions`, ascending: (positions, layers, H, B)."""
     state, ranks = None, []
-    with torch.no_grad():
-        for begin, end in pairwise([0, *positions]):
-            _, _, state = model(tokens[:, begin:end], state=state)
-            memories = torch.stack([layer[0] for layer in state if layer is not None])  # (layers, B, H, d, d, 2)
-            memories = memories if model.real else torch.view_as_complex(memories.contiguous())
-            ranks.append(effective_rank(memories).transpose(1, 2))
+    for begin, end in pairwise([0, *positions]):
+        _, _, state = model(tokens[:, begin:end], state=state)
+        memories = torch.stack([layer[0] for layer in state if layer is not None])  # (layers, B, H, d, d, 2)
+        memories = memories if model.real else torch.view_as_complex(memories.contiguous())
+        ranks.append(effective_rank(memories).transpose(1, 2))
     return torch.stack(ranks)
 
 
@@ -62,10 +62,9 @@ def ranks_table(positions, trained, untrained, after):
     """Markdown: for each layer and head the effective rank after `after` tokens, and from there on its mean (range).
     trained, untrained: of state_ranks; means over the windows."""
     first, rows = positions.index(after), []
-    for layer in range(trained.shape[1]):
-        for head in range(trained.shape[2]):
-            ours, fresh = (ranks[first:, layer, head].mean(-1).tolist() for ranks in (trained, untrained))
-            rows.append([layer, head, f"{ours[0]:.2f}", range_text(ours, 2), f"{fresh[0]:.2f}", range_text(fresh, 2)])
+    for layer, head in np.ndindex(*trained.shape[1:3]):
+        curves = [ranks[first:, layer, head].mean(-1).tolist() for ranks in (trained, untrained)]
+        rows.append([layer, head, *(text for curve in curves for text in (f"{curve[0]:.2f}", range_text(curve, 2)))])
     at, on = f"after {after} tokens", f"from there to {positions[-1]} (range)"
     return markdown(["layer", "head", at, on, f"untrained, {at}", f"untrained, {on}"], rows)
 
@@ -73,8 +72,8 @@ def ranks_table(positions, trained, untrained, after):
 def plot_ranks(positions, trained, untrained, d, path):
     """Effective rank against the tokens read, a line a layer (mean over heads and windows). Grey: the untrained model,
     thin its layers; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
-    layers = [(positions, curve) for curve in trained.mean((2, 3)).T.tolist()]
-    lines = {"untrained": ({"color": "0.7"}, [(positions, curve) for curve in untrained.mean((2, 3)).T.tolist()])}
+    layers, fresh = ([(positions, curve) for curve in r.mean((2, 3)).T.tolist()] for r in (trained, untrained))
+    lines = {"untrained": ({"color": "0.7"}, fresh)}
     lines |= {f"layer {i}": ({"color": shade}, [layers[i]]) for i, shade in enumerate(shades(len(layers)))}
     lines["bound"] = {"color": "black", "ls": ":", "lw": 1}, [(positions, [min(t, d) for t in positions])]
     with figure(path, "Effective rank of the memory by the tokens read", {"": lines}, height=3.4, xlabel="tokens read",
@@ -93,46 +92,41 @@ PAPER_SAMPLE = 91  # tokens: the shortest text that has all three (3 of 89 3-gra
 SAMPLING = {"generated": "temperature 1, top-k 50, top-p 0.9, penalty 1.2", "sample": "temperature 0.8, top-k 50"}
 
 
-def repetition(tokens):
-    """PAM section III: {"3-gram": share of the 3-grams that occurred before, "4-gram": ..., "unique": distinct tokens
-    over tokens} of one sample, a list of tokens (or words)."""
-
-    def repeated(n):
-        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-        return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-    return {"3-gram": repeated(3), "4-gram": repeated(4), "unique": len(set(tokens)) / max(1, len(tokens))}
-
-
 def repetitions(texts, split):
-    """`repetition` of texts, {its key: [values]}, in pieces of PAPER_SAMPLE tokens, as all three numbers depend on the
-    length; a text of less is one piece. split: text -> list of tokens or words."""
-    found = []
+    """Repetition in texts, in pieces of PAPER_SAMPLE tokens, as all three numbers depend on the length; a text of less
+    is one piece. split: text -> list of tokens or words.
+    Returns: {"3-gram": [a piece's share of 3-grams that occurred before], "4-gram": [...], "unique": [distinct tokens
+        over tokens]}."""
+    found = {key: [] for key in PAPER_REPETITION}
     for tokens in map(split, texts):
-        starts = range(0, max(1, len(tokens) - PAPER_SAMPLE + 1), PAPER_SAMPLE)
-        found += [repetition(tokens[i : i + PAPER_SAMPLE]) for i in starts]
-    return {key: [f[key] for f in found] for key in PAPER_REPETITION}
+        for start in range(0, max(1, len(tokens) - PAPER_SAMPLE + 1), PAPER_SAMPLE):
+            piece = tokens[start : start + PAPER_SAMPLE]
+            for n in (3, 4):
+                grams = [tuple(piece[i : i + n]) for i in range(len(piece) - n + 1)]
+                found[f"{n}-gram"].append(1 - len(set(grams)) / len(grams) if grams else 0.0)
+            found["unique"].append(len(set(piece)) / max(1, len(piece)))
+    return found
 
 
 def repetition_rows(events, windows, split, decode):
     """Rows of a table: kind of text, how many, and each kind of repetition with a 95 % interval; of the windows (B, T)
     of real text, and of the texts logged in the last tenth of the steps. decode: of a token."""
-    end = 0.9 * events[-1]["step"]
     texts = {"validation text": [b"".join(map(decode, window)).decode(errors="replace") for window in windows.tolist()]}
     for event, name in SAMPLING.items():
-        texts[name] = [e["text"] for e in events if e["event"] == event and e["step"] >= end]
+        texts[name] = [e["text"] for e in events if e["event"] == event and e["step"] >= 0.9 * events[-1]["step"]]
     return [[name, len(written), *map(interval_text, repetitions(written, split).values())]
             for name, written in texts.items() if written]  # fmt: skip
 
 
 def plot_repetition(curves, path):
     """Repetition of generated texts against the training step, a line a run; dashed grey: the paper's, of its last
-    epoch. curves: {run: (model, [step], {key of `repetition`: [mean]})}."""
+    epoch. curves: {run: (model, [step], [what `repetitions` finds at each step])}."""
     lines = {}
     for key in PAPER_REPETITION:
         of_panel = lines.setdefault("unique tokens" if key == "unique" else f"{key}s that occurred before", {})
-        for run, (model, steps, means) in curves.items():
-            of_panel[run] = style(model) | {"marker": ".", "lw": 1}, [(steps, means[key])]
+        for run, (model, steps, found) in curves.items():
+            means = [statistics.fmean(pieces[key]) for pieces in found]
+            of_panel[run] = style(model) | {"marker": ".", "lw": 1}, [(steps, means)]
     title = "Repetition of the texts generated in training"
     with figure(path, title, lines, 3, xlabel="optimization step", sharey=False) as axes:
         for ax, paper in zip(axes, PAPER_REPETITION.values()):
@@ -145,6 +139,7 @@ def plot_repetition(curves, path):
 
 WORDNET_URL = "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/corpora/wordnet.zip"  # WordNet 3.0
 REPAIRINGS = 100  # shuffles of the control
+PARTS = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}  # of speech, in pointers: the file's name
 
 
 def phase_coherence(embedding, pairs):
@@ -158,6 +153,11 @@ def phase_coherence(embedding, pairs):
     return product.abs(), product.angle()
 
 
+def near_zero(phase):
+    """Share of angles within pi/4 of 0."""
+    return (phase.abs() < math.pi / 4).double().mean().item()
+
+
 def word_tokens(tokens, decode):
     """{word: its token} of those in `tokens` (size,) that are a space and then the word. decode: token -> bytes."""
     seen = {token: decode(token) for token in np.unique(tokens).tolist()}
@@ -168,34 +168,24 @@ def wordnet_pairs(folder):
     """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv:
     two sets of (lemma, lemma) in alphabetical order, spaces for underscores. What is both is in neither."""
     words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
-    for pos in ("noun", "verb", "adj", "adv"):
+    for pos in dict.fromkeys(PARTS.values()):
         path = Path(folder) / f"data.{pos}"
-        get = f"unzip {WORDNET_URL} in {cache_dir()} and name {cache_dir() / 'wordnet'}"
-        with explain(f"read WordNet's {path.name} ({get}, or /usr/share/wordnet of Debian's package wordnet-base)"):
+        with explain(f"read WordNet's {path.name} (unzip {WORDNET_URL} and name its folder)"):
             lines = path.read_text(encoding="latin-1").splitlines()
-        try:
-            for line in lines:
-                if line.startswith("  "):  # the licence
-                    continue
-                offset, _, _, count, *rest = line.partition(" | ")[0].split(" ")
-                end = 2 * int(count, 16)  # of the words, each with a number
-                words[pos, offset] = [word.partition("(")[0].replace("_", " ") for word in rest[:end:2]]
-                for symbol, target, of, places in zip(*[iter(rest[end + 1 :])] * 4):  # behind the number of pointers
-                    if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
-                        target = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}[of], target
-                        ends = int(places[:2], 16), int(places[2:], 16)
-                        opposites.append((((pos, offset), ends[0]), (target, ends[1])))
-        except (ValueError, IndexError, KeyError):
-            raise InputError(f"{path} is not a data file of WordNet: {line[:60]!r}") from None
+        for line in lines:
+            if line.startswith("  "):  # the licence
+                continue
+            offset, _, _, count, *rest = line.partition(" | ")[0].split(" ")
+            end = 2 * int(count, 16)  # of the words, each with a number
+            words[pos, offset] = [word.partition("(")[0].replace("_", " ") for word in rest[:end:2]]
+            for symbol, target, of, places in zip(*[iter(rest[end + 1 :])] * 4):  # behind the number of pointers
+                if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
+                    ends = int(places[:2], 16), int(places[2:], 16)
+                    opposites.append((((pos, offset), ends[0]), ((PARTS[of], target), ends[1])))
     synonyms = {tuple(sorted(pair)) for lemmas in words.values() for pair in combinations(set(lemmas), 2)}
     antonyms = {tuple(sorted(words[key][n - 1] for key, n in pair)) for pair in opposites}
     antonyms = {(a, b) for a, b in antonyms if a != b}  # WordNet 3.0 opposes two meanings of "kern"
     return synonyms - antonyms, antonyms - synonyms
-
-
-def near_zero(phase):
-    """Share of angles within pi/4 of 0."""
-    return (phase.abs() < math.pi / 4).double().mean().item()
 
 
 def coherence_groups(embedding, untrained, pairs, ids, seed=1):
@@ -204,8 +194,7 @@ def coherence_groups(embedding, untrained, pairs, ids, seed=1):
     Args: embedding, untrained (V, D, 2); pairs {name: set of (word, word)}; ids {word: token}. Pairs with a word that
         is not in `ids` are dropped. A group "random" is added, as many pairs as the first group has, of all words.
     Returns: {name: dict} with n; words, how many there are; coherence and phase (n,); untrained, the mean coherence
-        there; and of each of REPAIRINGS shuffles of the second words its mean coherence, shuffled, and its near_zero,
-        shuffled_near."""
+        there; and shuffled, [mean coherence, near_zero] of REPAIRINGS shuffles of the second words."""
     generator, tokens, found = torch.Generator().manual_seed(seed), {}, {}
     embedding, untrained = embedding.double(), untrained.double()  # once for all calls of phase_coherence
     for name, group in pairs.items():
@@ -217,14 +206,13 @@ def coherence_groups(embedding, untrained, pairs, ids, seed=1):
     draws = words[torch.randint(len(words), (2 * n + 8, 2), generator=generator)]
     tokens["random"] = draws[draws[:, 0] != draws[:, 1]][:n]
     for name, group in tokens.items():
-        g = found[name] = {"n": len(group), "words": len(group.unique()), "shuffled": [], "shuffled_near": []}
+        g = found[name] = {"n": len(group), "words": len(group.unique()), "shuffled": []}
         g["coherence"], g["phase"] = phase_coherence(embedding, group)
         g["untrained"] = phase_coherence(untrained, group)[0].mean().item()
         for _ in range(REPAIRINGS):
             again = torch.stack((group[:, 0], group[torch.randperm(len(group), generator=generator), 1]), 1)
             coherence, phase = phase_coherence(embedding, again[again[:, 0] != again[:, 1]])
-            g["shuffled"].append(coherence.mean().item())
-            g["shuffled_near"].append(near_zero(phase))
+            g["shuffled"].append([coherence.mean().item(), near_zero(phase)])
     return found
 
 
@@ -233,10 +221,11 @@ def coherence_table(groups):
     range of the shuffled means does not."""
     rows = []
     for name, g in groups.items():
-        (mean, half), quantiles = mean_interval(g["coherence"].tolist()), statistics.quantiles(g["shuffled"], n=40)
-        shuffled = f"{statistics.fmean(g['shuffled']):.4f} ({quantiles[0]:.4f}-{quantiles[-1]:.4f})"
+        (mean, half), (means, near) = mean_interval(g["coherence"].tolist()), zip(*g["shuffled"])
+        quantiles = statistics.quantiles(means, n=40)
+        shuffled = f"{statistics.fmean(means):.4f} ({quantiles[0]:.4f}-{quantiles[-1]:.4f})"
         rows.append([name, g["n"], g["words"], f"{mean:.4f} +- {half:.4f}", shuffled, f"{g['untrained']:.4f}",
-                     f"{near_zero(g['phase']):.3f}", f"{statistics.fmean(g['shuffled_near']):.3f}"])  # fmt: skip
+                     f"{near_zero(g['phase']):.3f}", f"{statistics.fmean(near):.3f}"])  # fmt: skip
     head = ["pairs", "n", "words", "coherence", "shuffled (95 % of shuffles)", "untrained",
             "phases within pi/4 of 0", "shuffled"]  # fmt: skip
     return markdown(head, rows)
@@ -250,9 +239,76 @@ def plot_coherence(groups, path):
         for ax, g, colour in zip(axes, groups.values(), COLOURS.values()):
             ax.plot(g["phase"], g["coherence"], ".", ms=2, alpha=min(1, 1000 / g["n"] + 0.1), color=colour)
             ax.axhline(g["coherence"].mean(), ls="--", lw=1.2, color="black", label="mean")
-            ax.axhline(statistics.fmean(g["shuffled"]), ls=":", lw=1.2, color="black", label="mean of shuffled pairs")
+            shuffled = statistics.fmean(mean for mean, _ in g["shuffled"])
+            ax.axhline(shuffled, ls=":", lw=1.2, color="black", label="mean of shuffled pairs")
             ax.set_xlim(-math.pi, math.pi)
         ax.set_ylim(0, None)  # of all panels, when all are drawn
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The three, of runs of PAM and SAM
+
+
+def diagnose(folders, wordnet=None):
+    """(tables, {file name: function that draws it}). wordnet: the folder of WordNet's files, or None."""
+    pairs = dict(zip(("synonyms", "antonyms"), wordnet_pairs(wordnet))) if wordnet else {}
+    rank_rows, by_head, coherence, curves, figures = [], [], [], {}, {}
+    repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
+    for folder in folders:
+        name, events, (model, meta) = folder.name, read_log(folder), sample.load(folder)
+        s = events[0]["settings"]
+        if not isinstance(model, pam.PAM):
+            raise InputError(f"{folder} is no PAM or SAM, but {meta['spec']}: draw its state with --text or --prompt")
+        if wordnet and s["tokens"] != "gpt2":
+            raise InputError(f"{folder} has bytes, and no byte is a word: --wordnet takes runs with --tokens gpt2")
+        corpus = data.load(s["data"], s["seq"], tokens=s["tokens"], column=s.get("column"))
+        if corpus.sha256 != meta["data"]["sha256"]:
+            raise InputError(f"{corpus.path} is not the data of {folder}")
+        torch.manual_seed(int(s["seeds"]))  # as train.py does
+        fresh = type(model)(model.config).eval()
+
+        val, settled = corpus.split("val"), min(PAPER_SETTLED, s["seq"])
+        windows, _ = data.get_windows(val, s["seq"], data.eval_index(data.num_windows(val, s["seq"]), RANK_WINDOWS))
+        positions = sorted({settled, s["seq"]} | {int(1.15**i) for i in range(int(math.log(s["seq"], 1.15)) + 1)})
+        ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
+        heads = [r[positions.index(t)].mean(-1).flatten().tolist() for r in ranks for t in (settled, s["seq"])]
+        rank_rows.append([name, model.config.d, len(windows), s["seq"], *(range_text(x, 2) for x in heads)])
+        by_head += [f"#### {name}", ranks_table(positions, *ranks, settled)]
+        figures[f"ranks-{name}.png"] = partial(plot_ranks, positions, *ranks, model.config.d)
+
+        encode, decode = data.codec(model.config.V)
+        unit, split = "words", str.split
+        if s["tokens"] == "gpt2":
+            unit, split = "tokens", lambda text, encode=encode: encode(text.encode())
+        repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
+        texts = {e["step"]: e["text"] for e in events if e["event"] == "generated"}
+        curves[f"{name} ({unit})"] = spec_label(s["model"]), [*texts], [repetitions([x], split) for x in texts.values()]
+
+        if wordnet:
+            # A real embedding is a complex one without imaginary parts: its coherence is |cosine|, its phase 0 or pi.
+            embeddings = [m.embedding.weight.detach() for m in (model, fresh)]
+            embeddings = [torch.stack((e, 0 * e), -1) if model.real else e.unflatten(-1, (-1, 2)) for e in embeddings]
+            groups = coherence_groups(*embeddings, pairs, word_tokens(corpus.split("train"), decode))
+            coherence += [f"#### {name}", coherence_table(groups)]
+            figures[f"coherence-{name}.png"] = partial(plot_coherence, groups)
+    if any(steps for _, steps, _ in curves.values()):
+        figures["repetition.png"] = partial(plot_repetition, curves)
+    head = [f"{kind}after {t}" for kind in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
+    text = [
+        markdown(["run", "d", "windows", "tokens", *head], rank_rows, "### Effective rank of the memory S_t",
+                 f"The paper: about {PAPER_RANK} of d = 64 within 10-{PAPER_SETTLED} tokens. Ours: mean over layers, "
+                 "heads and windows of validation text (lowest-highest head)."),
+        markdown(["run", "unit", "texts", "n", "3-grams repeated", "4-grams repeated", "unique"], repetition_table,
+                 "### Repetition of the generated texts",
+                 f"In pieces of {PAPER_SAMPLE} tokens, or words where the tokens are bytes; means over pieces and 95 % "
+                 "intervals."),
+        "### Phase coherence of word pairs",
+        ("The paper, without numbers: synonyms lie near phase 0 at elevated coherence, random pairs anywhere. Of "
+         "uniform phases a quarter is within pi/4 of 0. +-: 95 %, as if pairs that share a word were independent."),
+        *(coherence or [f"Not measured: --wordnet FOLDER names WordNet's files ({WORDNET_URL})."]),
+        "### Effective rank by layer and head", *by_head,
+    ]  # fmt: skip
+    return "\n\n".join(text), figures
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -263,20 +319,20 @@ DRAWN = {hmamba.HMamba: "state psi_t", htransformer.HTransformer: "turned keys k
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS, MOST_ROWS = 64, 4, 4, 16  # in a picture; rows: complex numbers of a head
 
 
+@torch.no_grad()
 def complex_states(model, idx):
     """What DRAWN says, of a model that reads idx (1, T): complex (layers, heads, numbers, T), or None if it is real."""
-    if model.real if hasattr(model, "real") else getattr(model.config, "field", "real") == "real":
+    if getattr(model, "real", getattr(model.config, "field", "real") == "real"):
         return None
-    if hasattr(model.layers[0], "e"):  # H-Transformer: where gradients are kept, its state holds every key
-        with torch.enable_grad():
+    if isinstance(model, htransformer.HTransformer):
+        with torch.enable_grad():  # where gradients are kept, its state holds every key
             _, _, state = model(idx)
         keys = torch.stack([past[-2][0].detach() for *_, past in state])  # (L, H, T, N, 2), or with N and 2 as one axis
         return torch.view_as_complex(keys.reshape(*keys.shape[:3], -1, 2)).transpose(2, 3)
     states, state = [], model.init_state(1)
     for token in idx[0]:
-        with torch.no_grad():
-            _, state = model.step(token[None], state)
-        if hasattr(model, "real"):  # PAM
+        _, state = model.step(token[None], state)
+        if isinstance(model, pam.PAM):
             memories = torch.stack([layer[0][0] for layer in state if layer])  # (L, H, d, d, 2)
             states.append(torch.view_as_complex(memories).diagonal(dim1=2, dim2=3))
         else:
@@ -288,8 +344,7 @@ def complex_states(model, idx):
 def plot_phases(z, labels, title, path):
     """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T)."""
     layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
-    titles = [f"layer {layer}" for layer in layers]
-    with figure(path, title, titles, height=2, sharex=False) as axes:
+    with figure(path, title, [f"layer {layer}" for layer in layers], height=2, sharex=False) as axes:
         import matplotlib
 
         for ax, layer in zip(axes, layers):
@@ -318,11 +373,11 @@ def phases(folders, text):
         model, meta = sample.load(folder)
         encode, decode = data.codec(model.config.V)
         tokens = encode(text[: 64 * MOST_TOKENS])[:MOST_TOKENS]
-        what = next((what for model_class, what in DRAWN.items() if isinstance(model, model_class)), None)
-        z = complex_states(model, torch.tensor([tokens])) if what else None
+        z = complex_states(model, torch.tensor([tokens]))
         if z is None:
             lines.append(f"{folder.name}: {meta['spec']} has no phase that can be drawn")
             continue
+        what = next(what for model_class, what in DRAWN.items() if isinstance(model, model_class))
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character stands at its last byte
         shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u2192", "\r": "\u240d"})
         labels = [sample.printable(decoder.decode(decode(token))).translate(shown) for token in tokens]
@@ -330,71 +385,6 @@ def phases(folders, text):
         figures[f"phases-{folder.name}.png"] = partial(plot_phases, z, labels, title)
         lines.append(f"{folder.name}: {what} over {len(tokens)} tokens")
     return "\n".join(lines), figures
-
-
-def diagnose(folders, logs, wordnet=None):
-    """The tables of the module's docstring of runs of PAM and SAM. wordnet: the folder of WordNet's files, or None.
-    Returns: the tables; those of ranks by layer and head; {file name: function that draws it}."""
-    for folder, events in zip(folders, logs):
-        s = events[0]["settings"]
-        if s["model"].split(":")[0] not in ("pam", "sam"):
-            raise InputError(f"{folder} is no PAM or SAM, but {s['model']}: draw its state with --text or --prompt")
-        if wordnet and s["tokens"] != "gpt2":
-            raise InputError(f"{folder} has bytes, and no byte is a word: --wordnet takes runs with --tokens gpt2")
-    pairs = dict(zip(("synonyms", "antonyms"), wordnet_pairs(wordnet))) if wordnet else {}
-    rank_rows, by_head, coherence, curves, figures = [], [], [], {}, {}
-    repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
-    for folder, events, (model, meta) in zip(folders, logs, map(sample.load, folders)):
-        name, s, d = folder.name, events[0]["settings"], model.config.d
-        corpus = data.load(s["data"], s["seq"], tokens=s["tokens"], column=s.get("column"))
-        if corpus.sha256 != meta["data"]["sha256"]:
-            raise InputError(f"{corpus.path} is not the data of {folder}")
-        torch.manual_seed(int(s["seeds"]))  # as train.py does
-        fresh = type(model)(model.config).eval()
-
-        val = corpus.split("val")
-        windows, _ = data.get_windows(val, s["seq"], data.eval_index(data.num_windows(val, s["seq"]), RANK_WINDOWS))
-        settled = min(PAPER_SETTLED, s["seq"])
-        positions = sorted({settled, s["seq"]} | {int(1.15**i) for i in range(int(math.log(s["seq"], 1.15)) + 1)})
-        ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
-        heads = [r[positions.index(t)].mean(-1).flatten().tolist() for r in ranks for t in (settled, s["seq"])]
-        rank_rows.append([name, d, len(windows), s["seq"], *(range_text(x, 2) for x in heads)])
-        by_head += [f"#### {name}", ranks_table(positions, *ranks, settled)]
-        figures[f"ranks-{name}.png"] = partial(plot_ranks, positions, *ranks, d)
-
-        encode, decode = data.codec(model.config.V)
-        unit, split = "words", str.split
-        if s["tokens"] == "gpt2":
-            unit, split = "tokens", lambda text, encode=encode: encode(text.encode())
-        repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
-        logged = [(e["step"], repetitions([e["text"]], split)) for e in events if e["event"] == "generated"]
-        means = {key: [statistics.fmean(found[key]) for _, found in logged] for key in PAPER_REPETITION}
-        curves[f"{name} ({unit})"] = spec_label(s["model"]), [step for step, _ in logged], means
-
-        if wordnet:
-            # A real embedding is a complex one without imaginary parts: its coherence is |cosine|, its phase 0 or pi.
-            embeddings = [m.embedding.weight.detach() for m in (model, fresh)]
-            embeddings = [torch.stack((e, 0 * e), -1) if model.real else e.unflatten(-1, (-1, 2)) for e in embeddings]
-            groups = coherence_groups(*embeddings, pairs, word_tokens(corpus.split("train"), decode))
-            coherence += [f"#### {name}", coherence_table(groups)]
-            figures[f"coherence-{name}.png"] = partial(plot_coherence, groups)
-    if any(steps for _, steps, _ in curves.values()):
-        figures["repetition.png"] = partial(plot_repetition, curves)
-    head = [f"{kind}after {t}" for kind in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
-    text = [
-        markdown(["run", "d", "windows", "tokens", *head], rank_rows, "### Effective rank of the memory S_t",
-                 f"The paper: about {PAPER_RANK} of d = 64 within 10-{PAPER_SETTLED} tokens. Ours: mean over layers, "
-                 "heads and windows of validation text (lowest-highest head)."),
-        markdown(["run", "unit", "texts", "n", "3-grams repeated", "4-grams repeated", "unique"], repetition_table,
-                 "### Repetition of the generated texts",
-                 f"In pieces of {PAPER_SAMPLE} tokens, or words where the tokens are bytes; means over pieces and 95 % "
-                 "intervals."),
-        "### Phase coherence of word pairs",
-        ("The paper, without numbers: synonyms lie near phase 0 at elevated coherence, random pairs anywhere. Of "
-         "uniform phases a quarter is within pi/4 of 0. +-: 95 %, as if pairs that share a word were independent."),
-        *(coherence or [f"Not measured: --wordnet FOLDER names WordNet's files ({WORDNET_URL})."]),
-    ]  # fmt: skip
-    return "\n\n".join(text), "\n\n".join(["### Effective rank by layer and head", *by_head]), figures
 
 
 def main():
@@ -416,14 +406,9 @@ def main():
         raise InputError("two runs have the same name, and figures are named after them: rename one")
     out = parse_out(args.out)
     if args.text is None and args.prompt is None:
-        wordnet = args.wordnet and os.path.expanduser(args.wordnet)
-        tables, by_head, figures = diagnose(folders, [read_log(folder) for folder in folders], wordnet)
-        show_report(tables, figures, out, f"{tables}\n\n{by_head}")
+        show_report(*diagnose(folders, args.wordnet and os.path.expanduser(args.wordnet)), out)
         return
-    text = (args.prompt or "").encode()
-    if args.text is not None:
-        with explain(f"read --text {args.text} (for a text: --prompt)"), open(os.path.expanduser(args.text), "rb") as f:
-            text = f.read(64 * MOST_TOKENS)
+    text = Path(args.text).expanduser().read_bytes() if args.prompt is None else args.prompt.encode()
     if not text or args.wordnet:
         raise InputError("phases are drawn over a text that is not empty, and without --wordnet")
     show_report(*phases(folders, text), out, written="")

@@ -40,9 +40,8 @@ from report import markdown
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
 FORMAT = "nanohilbert-1"  # of checkpoints
-IMPORTED, FILES = {}, {}  # of the files that the command line has named: classes by FILE.py:CLASS, SHA-256 by path
-TYPED = {}  # FILE.py:NAME without a folder -> as the command line gave it
-READ = {int: int, float: float, str: str, bool: {"True": True, "False": False}.__getitem__}  # a setting's text, by type
+IMPORTED, FILES = {}, {}  # of files that the command line names: FILE.py:CLASS -> class, FILE.py -> (path, SHA-256)
+READ = {int: int, float: float, str: str, bool: lambda text: bool(["False", "True"].index(text))}  # a setting, by type
 PREFILL = 1024  # tokens of a text that are read in one pass
 
 
@@ -60,18 +59,14 @@ def split_spec(spec):
 
 def model_flag(spec):
     """What a command that loads a run of this model needs besides the run."""
-    name, _ = split_spec(spec)
-    return f" --model {shlex.quote(TYPED[name])}" if ".py:" in name else ""
+    file, _, name = split_spec(spec)[0].partition(":")
+    return f" --model {shlex.quote(f'{FILES[file][0]}:{name}')}" if file in FILES else ""
 
 
 def find_class(spec, models=MODELS):
-    name, _ = split_spec(spec)
-    known = models | IMPORTED
-    if name not in known and ".py:" in name:
-        name = printable(name)
-        raise InputError(f"{name} is a class of a file, which only the command line may name: add --model PATH/{name}")
+    (name, _), known = split_spec(spec), models | IMPORTED
     if name not in known:
-        raise unknown("unknown model", name, (*models, "FILE.py:CLASS"))
+        raise unknown("unknown model", name, [*models, "a class of your file, by --model PATH/FILE.py:CLASS"])
     return known[name]
 
 
@@ -96,7 +91,7 @@ def configure(spec, config):
             raise unknown(f"{name} has no setting", pair, [f"{key}=" for key in known])
         try:
             values[key] = READ[types[key]](value)
-        except (ValueError, KeyError):
+        except ValueError:
             raise InputError(f"{name}: {key}={value} is not {types[key].__name__}") from None
     try:
         return replace(config, **values)
@@ -127,17 +122,28 @@ class Defaults:
         return 6 * self.num_params()["total"]
 
 
-def with_defaults(model_class):
-    def __init__(self, config):
-        model_class.__init__(self, config)
-        for name, value in (("config", config), ("layers", [])):
-            if not hasattr(self, name):
-                setattr(self, name, value)
+def complete(name, model_class):
+    """A class of a file with what it may leave out. Raises InputError that names all that it may not."""
+    faults = []
+    try:
+        config = replace(model_class.Config(), V=256)
+    except Exception:  # whatever a file does
+        faults.append("no Config, a dataclass whose fields have defaults, one of them V")
+    if getattr(model_class, "forward", None) in (None, torch.nn.Module.forward):
+        faults.append("no forward(idx, targets=None, state=None)")
+    if not hasattr(model_class, "init_state"):
+        faults.append("no init_state(batch_size)")
+    if faults:
+        raise InputError(f"{name} is no model (PAPERS.md, A new model): {'; '.join(faults)}")
 
-    added = {"__init__": __init__, "__module__": model_class.__module__}
-    if not hasattr(model_class, "SIZES"):
-        added["SIZES"] = {size: model_class.Config() for known in MODELS.values() for size in known.SIZES}
-    return type(model_class.__name__, (model_class, Defaults), added)
+    class Model(model_class, Defaults):
+        SIZES = getattr(model_class, "SIZES", {size: config for known in MODELS.values() for size in known.SIZES})
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.config, self.layers = getattr(self, "config", config), getattr(self, "layers", [])
+
+    return Model
 
 
 def import_models(text, other_contracts=()):
@@ -148,52 +154,32 @@ def import_models(text, other_contracts=()):
         name, pairs = split_spec(spec.strip())
         if ".py:" in name:
             name, model_class = import_name(name)
-            if IMPORTED.get(name, model_class).__module__ != model_class.__module__:
-                raise InputError(f"two files have the name {name}: rename one")
-            if not isinstance(model_class, type) or not issubclass(model_class, other_contracts):
-                if faults := missing(model_class):
-                    raise InputError(f"{name} is no model (PAPERS.md, A new model): {'; '.join(faults)}")
-                model_class = with_defaults(model_class)
-            IMPORTED[name] = model_class
+            is_other = isinstance(model_class, type) and issubclass(model_class, other_contracts)
+            IMPORTED[name] = model_class if is_other else complete(name, model_class)
         specs.append(":".join([name, *pairs]))
     return ",".join(specs)
 
 
-def import_name(name, is_kind=lambda value: True):
-    """FILE.py:NAME, as the command line gives it -> (that without a folder, what the file calls so). Raises InputError
-    if there is none, which names those of the file that are of the kind."""
-    file, _, wanted = name.rpartition(":")
+def import_name(typed):
+    """FILE.py:NAME, as the command line gives it -> (that without a folder, what the file calls so)."""
+    file, _, name = typed.rpartition(":")
     path = Path(file).expanduser().resolve()
-    if str(path) not in sys.modules:
+    if path.name not in FILES:
         found = importlib.util.spec_from_file_location(str(path), path)
-        module = sys.modules[str(path)] = importlib.util.module_from_spec(found)  # where dataclasses look
+        sys.modules[str(path)] = importlib.util.module_from_spec(found)  # where dataclasses look
         sys.path.append(str(path.parent))  # last, for what lies beside the file
-        FILES[str(path)] = None
+        FILES[path.name] = path, None
         try:
-            found.loader.exec_module(module)
-            FILES[str(path)] = hash_file(path)
+            found.loader.exec_module(sys.modules[str(path)])
+            FILES[path.name] = path, hash_file(path)
         except Exception as e:  # whatever a file does
-            del sys.modules[str(path)]
             raise InputError(f"cannot import {file}: {reason(e)}") from None
+    if FILES[path.name][0] != path:
+        raise InputError(f"two files have the name {path.name}: rename one")
     known = vars(sys.modules[str(path)])
-    if wanted not in known:
-        of_kind = [key for key, value in known.items() if not key.startswith("_") and is_kind(value)]
-        raise unknown(f"{file} has no", wanted, of_kind)
-    TYPED[f"{path.name}:{wanted}"] = name
-    return f"{path.name}:{wanted}", known[wanted]
-
-
-def missing(model_class):
-    """What the contract asks of a class, and this one has not."""
-    is_module = isinstance(model_class, type) and issubclass(model_class, torch.nn.Module)
-    faults = [] if is_module else ["it is no torch.nn.Module"]
-    try:
-        fields(model_class.Config), range(model_class.Config().V)
-    except Exception:
-        faults.append("no Config, a dataclass whose fields have defaults, one of them V")
-    if getattr(model_class, "forward", None) in (None, torch.nn.Module.forward):
-        faults.append("no forward(idx, targets=None, state=None)")
-    return faults if hasattr(model_class, "init_state") else [*faults, "no init_state(batch_size)"]
+    if name not in known:
+        raise unknown(f"{file} has no", name, [key for key in known if not key.startswith("_")])
+    return f"{path.name}:{name}", known[name]
 
 
 def step_faults(model_class, config, device="cpu", checkpointing=False):
@@ -205,22 +191,20 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
             model = model_class(replace(config, L=min(config.L, 4)) if hasattr(config, "L") else config).to(device)
             model.checkpointing = checkpointing
             logits, loss, _ = model(x, x)
-            if logits.shape != (1, 8, config.V):
-                raise ValueError(f"logits of shape {tuple(logits.shape)}, not (B, T, V) = (1, 8, {config.V})")
-            if loss.dim() or not loss.isfinite():
-                raise ValueError("a loss that is no finite number: the mean in nats a token")
+            shape = tuple(logits.shape)
+            assert shape == (1, 8, config.V), f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})"
+            assert not loss.dim() and loss.isfinite(), "a loss that is no finite number: the mean in nats a token"
             loss.backward()
-            if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-                raise ValueError(f"parameters without a gradient: {', '.join(unused)}")
+            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            assert not unused, f"parameters without a gradient: {', '.join(unused)}"
             if isinstance(model, Defaults):
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                     whole, state = model.eval()(x)[0], model.init_state(1)
                     first, _, state = model(x[:, :4], state=state)
                     second, _, state = model(x[:, 4:7], state=state)
                     third, _ = model.step(x[:, 7], state)
-                pieces = torch.cat((first, second, third[:, None]), 1)
-                fault = "in pieces, with the state carried on, a text has other logits"
-                torch.testing.assert_close(pieces, whole, rtol=0.01, atol=0.01, msg=fault)
+                same = torch.allclose(torch.cat((first, second, third[:, None]), 1), whole, rtol=0.01, atol=0.01)
+                assert same, "in pieces, with the state carried on, a text has other logits"
         except Exception as e:  # whatever a model does
             if is_out_of_memory(e):
                 raise
@@ -230,7 +214,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
 
 def reason(e):
     """An exception in a line, with the last line of a file of the command line that led to it."""
-    frames = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename in FILES]
+    paths = {str(path) for path, _ in FILES.values()}
+    frames = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename in paths]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     kind = "" if isinstance(e, (ValueError, AssertionError)) else f"{type(e).__name__}: "
     return f"{kind}{one_line(e)}{where}"
@@ -250,16 +235,11 @@ def params_table(spec, size, seq):
 
 def pick_device(name):
     """torch.device for "auto", "cpu", "cuda", "cuda:1" or "mps". Raises InputError if it is not there."""
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
-    if name == "auto":
-        name = next(kind for kind, number in there.items() if number)
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"unknown device {name!r}: auto, cpu, cuda, cuda:N or mps") from None
-    if (device.index or 0) >= there.get(device.type, 0):
-        raise InputError(f"no {name} device is available to PyTorch here; use --device cpu (or auto)")
-    return device
+    cards = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    there = ["cuda", *cards] * bool(cards) + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
+    if name not in ("auto", *there):
+        raise unknown("unknown device", name, ["auto", *there])
+    return torch.device(there[0] if name == "auto" else name)
 
 
 def save_checkpoint(path, meta, model, optimizer, step, best, keep=None):
@@ -290,23 +270,20 @@ def read_checkpoint(path, names=("best.pt", "last.pt", "prev.pt")):
 
 
 def read_file(path):
-    if not path.is_file():
-        raise InputError(f"no checkpoint {path}: give a run folder or a .pt file")
     try:
-        with explain(f"read {path}"), zipfile.ZipFile(path) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-                raise InputError(f"{path} is not a checkpoint: it unpacks to more than its own size")
-            if archive.testzip():  # the checksums: torch does not look at them
-                raise InputError(f"{path} is damaged: its bytes are not those that were written")
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+            if unpacked > path.stat().st_size or archive.testzip():  # a bomb; checksums, at which torch does not look
+                raise ValueError("its bytes are not those that were written")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # a pickle can run code
-        if checkpoint.get("format") != FORMAT:
-            raise InputError(f"{path} is a checkpoint of other origin: its format is not {FORMAT}")
+        if checkpoint["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
         return checkpoint | {"meta": json.loads(checkpoint["meta"]), "path": str(path)}
-    except (InputError, MemoryError):
+    except MemoryError:
         raise
     except Exception as e:  # zipfile and torch raise many kinds
-        raise InputError(f"{path} is not a readable checkpoint: cut short, damaged, or of other origin "
-                         f"({type(e).__name__})") from None  # fmt: skip
+        why = str(e) if type(e) is ValueError else type(e).__name__
+        raise InputError(f"{path} is no checkpoint: missing, cut short, damaged, or of other origin ({why})") from None
 
 
 def build(checkpoint, device="cpu"):
@@ -389,12 +366,10 @@ def score_table(bits, pieces):
     """Markdown of `score`, by position from the text's start. pieces: the bytes of each token. A character counts where
     it begins: bytes 10xxxxxx go on with one."""
     counts = torch.tensor([[1, len(p), sum(b & 0xC0 != 0x80 for b in p)] for p in pieces])
-    bounds = [0, *(4**i for i in range(2, 16) if 4**i < len(bits)), len(bits)]
-    spans = {f"{begin + 1}-{end}": slice(begin, end) for begin, end in pairwise(bounds)} | {"all": slice(None)}
-    rows = []
-    for name, span in spans.items():
-        total, n = bits[span].sum().item(), counts[span].sum(0).tolist()
-        rows.append([name, *n, *(f"{total / k:.4f}" if k else "-" for k in n)])
+    bounds, rows = [0, *(4**i for i in range(2, 16) if 4**i < len(bits)), len(bits)], []
+    for begin, end in dict.fromkeys([*pairwise(bounds), (0, len(bits))]):
+        total, n = bits[begin:end].sum().item(), counts[begin:end].sum(0).tolist()
+        rows.append([f"{begin + 1}-{end}", *n, *(f"{total / k:.4f}" if k else "-" for k in n)])
     head = ["tokens from the start", "tokens", "bytes", "characters", "bits a token", "a byte", "a character"]
     return markdown(head, rows)
 
@@ -418,27 +393,29 @@ def printable(text):
     return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\ufffd", text)
 
 
+NUMBERS = {  # default, least and most, what it is
+    "length": (500, 1, 10**9, "tokens to generate"),
+    "num_samples": (1, 1, 10**9, "texts to generate, with the seed and those behind it"),
+    "temperature": (0.8, 0, 1e9, "0 takes the likeliest token"),
+    "top_k": (0, 0, 10**9, "sample among the K likeliest tokens; 0: all"),
+    "top_p": (1.0, 1e-9, 1, "sample among the likeliest that hold this share"),
+    "repetition_penalty": (1.0, 1e-9, 1e9, "above 1: fewer tokens seen before"),
+    "seed": (1, 0, 10**18, "of the random draws"),
+}
+
+
 def main():
     parser = Parser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint file (default: the newest run in runs/)")
     start = "text to continue; FILE:x.txt: the text of x.txt; -: standard input (default: a line break)"
     parser.add_argument("--prompt", default="\n", help=start)
     parser.add_argument("--score", metavar="FILE", help="only print the bits a character of a text; -: standard input")
-    numbers = {  # default, least and most, what it is
-        "length": (500, 1, 10**9, "tokens to generate"),
-        "num_samples": (1, 1, 10**9, "texts to generate, with the seed and those behind it"),
-        "temperature": (0.8, 0, 1e9, "0 takes the likeliest token"),
-        "top_k": (0, 0, 10**9, "sample among the K likeliest tokens; 0: all"),
-        "top_p": (1.0, 1e-9, 1, "sample among the likeliest that hold this share"),
-        "repetition_penalty": (1.0, 1e-9, 1e9, "above 1: fewer tokens seen before"),
-        "seed": (1, 0, 10**18, "of the random draws"),
-    }
-    for name, (default, _, _, what) in numbers.items():
+    for name, (default, _, _, what) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto)")
     parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class, if a file of yours has it")
     args = parser.parse_args()
-    for name, (_, least, most, _) in numbers.items():
+    for name, (_, least, most, _) in NUMBERS.items():
         if not least <= getattr(args, name) <= most:
             raise InputError(f"--{name} must lie between {least:g} and {most:g}")
     source = args.prompt if args.score is None else f"FILE:{args.score}"
@@ -451,11 +428,10 @@ def main():
     if not prompt:
         raise InputError("the text is empty: a model needs one token to start from")
     import_models(args.model)
-    run = args.run and os.path.expanduser(args.run)
-    if run is None:
-        if not (checkpoints := [*Path("runs").glob("*/*.pt")]):
-            raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
-        run = max(checkpoints, key=os.path.getmtime).parent
+    run, checkpoints = args.run and os.path.expanduser(args.run), [*Path("runs").glob("*/*.pt")]
+    if not (run or checkpoints):
+        raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
+    run = run or max(checkpoints, key=os.path.getmtime).parent
     model, meta = load(run, pick_device(args.device))
     note(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
     encode, to_bytes = codec(model.config.V)

@@ -30,7 +30,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import accumulate, permutations, product
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -125,23 +124,17 @@ TASKS = {
 def import_task(name):
     """The name of a task in TASKS; FILE.py:NAME, a Task of another file, becomes one."""
     if ".py:" in name:
-        name, task = sample.import_name(name, is_task)
-        if not is_task(task):
+        name, task = sample.import_name(name)
+        if not all(hasattr(task, f.name) for f in fields(Task)):  # if this is the program, its Task is another class
             raise InputError(f"{name} is no Task")
         TASKS[name] = task
     return name
 
 
-def is_task(value):
-    """By its fields, not its class: if tasks.py is the program, a file that imports `Task` gets another class."""
-    return all(hasattr(value, f.name) for f in fields(Task))
-
-
 def file_hashes(s):
     """{file: what its SHA-256 begins with} of the files that a run's task and model are from, as they were imported."""
-    typed = [sample.TYPED[name] for name in (s.task, sample.split_spec(s.model)[0]) if ".py:" in name]
-    paths = [Path(name.rpartition(":")[0]).expanduser().resolve() for name in typed]
-    return {path.name: sample.FILES[str(path)][:12] for path in paths}
+    files = [name.partition(":")[0] for name in (s.task, s.model)]
+    return {file: sample.FILES[file][1][:12] for file in files if file in sample.FILES}
 
 
 def make_batch(task, n, length, stream):

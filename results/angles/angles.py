@@ -7,13 +7,14 @@ Their mean error e adds up, and after pi / (m j e) symbols, the onset, the phase
     PYTHONPATH=. python results/angles/angles.py results/angles/*.jsonl
 """
 
-import argparse
 import math
+import re
 from itertools import product
 
 import numpy as np
 
 import report
+from data import InputError, Parser, command_line
 
 FINEST = 3  # the largest j
 TRAINED, LONGEST = 16, 65  # a block that counts must count for the length of training; 65: never wrong up to 64
@@ -56,15 +57,18 @@ def correlation(groups):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("logs", nargs="+")
     parser.add_argument("--out", default="results/angles/onset/onset.png")
     args = parser.parse_args()
     rows, points, shares = [], {}, []
     for path in args.logs:
         events = report.read_log(path)
-        last, m, seed = events[-1], events[0]["data"]["classes"], events[0]["settings"]["seed"]
-        accuracy = next(e["acc_by_pos"] for e in events if e["event"] == "eval" and e["length"] == LONGEST - 1)
+        header, last, lengths = events[0], events[-1], {e["length"]: e for e in events if e["event"] == "eval"}
+        if not ("theta" in last and re.fullmatch(r"parity|mod\d+", header["data"]["name"]) and LONGEST - 1 in lengths):
+            raise InputError(f"{path}: no angles of csp on mod-m or parity, tested at length {LONGEST - 1}")
+        m, seed = header["data"]["classes"], header["settings"]["seed"]
+        accuracy = lengths[LONGEST - 1]["acc_by_pos"]
         measured = next((i for i, share in enumerate(accuracy, 1) if share < WRONG), LONGEST)
         counts = onset([[theta for theta, _ in block] for block in last["theta"]], m)
         points.setdefault(m, []).append((counts, measured))
@@ -90,4 +94,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)
