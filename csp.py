@@ -205,8 +205,8 @@ def scan(delta, c, method, eps=EPS):
 
 
 class CSPBlock(nn.Module):
-    """1,187 parameters at d=16, which fit the paper's count: B on the joined planes (appendix D.1; section 2.1 has one on
-    each), W_theta without bias, W_delta, W_gamma, one skip gate (eq. 2 has one per dimension).
+    """1,187 parameters at d=16, which fit the paper's count: B on the joined planes (appendix D.1; section 2.1 has one
+    for each), W_theta without bias, W_delta, W_gamma, one skip gate (eq. 2 has one per dimension).
 
     W_theta starts at PyTorch's default and not at zero (appendix E.1), where atan2 has gradient zero. Section 4.2 calls
     the gate's gradient strongest near a peak of the sine, but it is cos(eta) / 2, zero there: gate_init=peak starts
