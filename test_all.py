@@ -495,7 +495,7 @@ def test_the_backend_is_what_was_asked_for(monkeypatch):
 
 @compiles
 def test_born_attention_takes_the_faster_form_in_autocasts_dtype(monkeypatch):
-    """By "auto" the linear form from a measured length on, on a GPU from a counted one; never beyond its widest N. Under
+    """By "auto" the linear form from a measured length on, on a GPU a counted one; never beyond its widest N. Under
     autocast Triton's kernels multiply in bfloat16, as float16 has not the range. Without autocast, as given."""
     single, half, short = torch.float32, torch.float16, torch.bfloat16
     for device, T, N, method, expected in [
@@ -5347,7 +5347,7 @@ def test_results_are_what_the_logs_say(program, name, monkeypatch):
 
 
 def test_numbers_are_those_of_the_tables():
-    """Tables within markers, and every number with an interval, are in a folder's tables.md; factors in bench_cpu.md."""
+    """Tables within markers, and every number with an interval, are in tables.md of a folder; factors in bench_cpu.md."""
     marked = re.findall(r"<!-- (results/\S+) -->\n(.*?)\n<!-- end -->", FINDINGS, re.DOTALL)
     assert len(marked) >= 15 and all(table in TABLES[name] for name, table in marked)
     numbers = re.findall(r"(\d\.\d+) (\+- \d\.\d+|\[\d\.\d+, \d\.\d+\])", README + FINDINGS)
