@@ -48,6 +48,7 @@ except ImportError:  # Windows: no locks
 
 # requests, pyarrow and torch are imported where they are used: together they take over a second.
 
+SEPARATOR = "\n\n"  # after every document of a parquet or JSON lines file
 SPLITS = {"train": (0, 90), "val": (90, 95), "test": (95, 100)}  # from, to: percent of the tokens
 
 
@@ -72,7 +73,7 @@ class Extra:
         return getattr(sys.stderr, name)
 
     def write(self, text=""):
-        with suppress(OSError, ValueError):  # full, closed
+        with suppress(OSError, ValueError, AttributeError):  # full, closed, none
             sys.stderr.write(text)
             sys.stderr.flush()
 
@@ -94,34 +95,30 @@ note_once = lru_cache(note)
 def command_line(main, silent=False):
     """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream
     that is closed, or cannot show a character, stops nothing. silent: another rank prints what went wrong."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115  open as long as the program runs
-        setattr(sys, name, stream)
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # `| head` has seen enough
         pass
-    except (InputError, OSError) as e:
+    except (InputError, OSError, MemoryError, RuntimeError) as e:
+        if is_out_of_memory(e):
+            e = "out of memory: take a smaller model, batch or length"
+        elif isinstance(e, RuntimeError):
+            raise
         if not silent:
             note(f"error: {e}")
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as e:
-        if not is_out_of_memory(e):
-            raise
-        note("error: out of memory: take a smaller model, batch or length")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for name in ("stdout", "stderr"):
             try:
-                stream.flush()
-            except (OSError, ValueError):  # it takes no more: Python would end with the code 120
-                with suppress(OSError, ValueError):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                getattr(sys, name).flush()
+            except (OSError, ValueError, AttributeError):  # it takes no more: Python would end with the code 120
+                setattr(sys, name, None)
 
 
 @contextmanager
@@ -131,15 +128,6 @@ def explain(action):
         yield
     except OSError as e:
         raise InputError(f"cannot {action}: {e}") from e
-
-
-@contextmanager
-def needs(package):
-    """Turns an import that fails into an InputError."""
-    try:
-        yield
-    except ImportError as e:
-        raise InputError(f"{package} cannot be imported ({e}): pip install {package}") from e
 
 
 def one_line(error):
@@ -215,11 +203,9 @@ class Corpus:
     def check_unchanged(self):
         """Raises InputError if the mapped file has changed: if its size is another, or its times and its hash are.
         Takes a microsecond."""
-        now = stamp_of(self.file.fileno())
-        if now != self.stamp:
+        if (now := stamp_of(self.file.fileno())) != self.stamp:
             known = self.record.get("sha256") or self.__dict__.get("sha256")
-            same = hash_file(self.path, self.file) == known if known else now[1] == self.stamp[1]
-            if now[0] != self.stamp[0] or not same:
+            if now[0] != self.stamp[0] or hash_file(self.path, self.file) != known:
                 raise InputError(f"{self.path} was changed since the run began: put the text back, or begin anew")
             self.stamp = now
 
@@ -238,25 +224,26 @@ class Corpus:
 class Source:
     """One file to make a corpus of."""
 
-    url: str  # or the path of a file or folder here
+    url: str
     size: int | None = None  # bytes
     sha256: str | None = None  # in hex; if this and the size are None, the hub is asked
     split: str | None = None  # where it belongs, if the corpus comes with splits of its own
 
+    @property
+    def name(self):
+        return self.url.rpartition("/")[2]
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """A corpus: the text of its sources, one after another."""
+    """A named corpus: the text of its sources, one after another."""
 
     about: str
     sources: tuple = ()
-    separator: str = "\n\n"  # after every document of a parquet or JSON lines file
+    separator: str = SEPARATOR
     cut: int | None = None  # bytes that the corpus may have: it ends with the last document that fits whole
     size: int = 0  # bytes, about
-    download: int = 0  # bytes, about
-    disk: int = 0  # bytes needed while it is prepared: the corpus and its largest source
-    column: str = "text"
-    origin: str | Path | None = None  # what the user named, if it is a file or folder here: that is the one source
+    download: int = 0  # bytes, about; both are on the disk while the corpus is prepared
 
 
 HUB = "https://huggingface.co"  # $HF_ENDPOINT may name a mirror: the hashes make any safe
@@ -264,11 +251,11 @@ OWT = f"{HUB}/datasets/Skylion007/openwebtext/resolve/79d93d786212f7344586290adb
 FINEWEB = f"{HUB}/datasets/HuggingFaceFW/fineweb/resolve/9bb295ddab0e05d785b879661af7260fed5140fc/sample/10BT/"
 WIKITEXT = f"{HUB}/datasets/Salesforce/wikitext/resolve/b08601e04326c79dfdd32d625aee71d232d685c3/wikitext-103-raw-v1/"
 NAMED = {
-    "stdlib": Recipe("the .py files of the running Python's standard library"),
+    "stdlib": Recipe("the .py files of the running Python's standard library", size=12_000_000),
     "enwik8": Recipe("the first 100 MB of English Wikipedia, as XML", (
         Source("http://mattmahoney.net/dc/enwik8.zip", 36_445_475,
                "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"),
-    ), size=100_000_000, download=36_445_475, disk=136_445_475),
+    ), size=100_000_000, download=36_445_475),
     "owt": Recipe("OpenWebText, its first 3 GB", tuple(
         Source(f"{OWT}train-{i:05}-of-00080.parquet", size, sha256) for i, (size, sha256) in enumerate((
             (302_848_326, "caed9f4b7053d7cd4d1a13ce9ec9224d84a3bba1f11579193562a7e31ebe656e"),
@@ -279,12 +266,12 @@ NAMED = {
             (301_755_705, "2d3200a936b021c9abafdda6714e4d678387e8854e56abaac5d2b62882fc6044"),
             (303_536_715, "76c0b96ce0250c3a32f2e8878172a4b79ac7970fede78edfcfc4d98d87ec5a6c"),
         ))
-    ), cut=3_000_000_000, size=3_000_000_000, download=2_123_745_973, disk=3_305_678_548),
+    ), cut=3_000_000_000, size=3_000_000_000, download=2_123_745_973),
     "fineweb": Recipe("FineWeb, the first 15 GB of its 10BT sample", (
         Source(f"{FINEWEB}000_00000.parquet", 2_147_292_183,
                "6b552ea48424648dc86d00df276f93fdfc55e9ad342ce3e4affc23a3a370792b"),
         *(Source(f"{FINEWEB}{i:03}_00000.parquet") for i in range(1, 6)),  # the last one is taken only if it has to be
-    ), cut=15_000_000_000, size=15_000_000_000, download=10_740_000_000, disk=17_150_000_000),
+    ), cut=15_000_000_000, size=15_000_000_000, download=10_740_000_000),
     "wikitext103": Recipe("WikiText-103, raw: good and featured articles of Wikipedia", (
         Source(f"{WIKITEXT}train-00000-of-00002.parquet", 156_987_808,
                "74da360f23826045b3e6ac6375411fdb15f003030aa74f2596ed08b857cb9212", "train"),
@@ -294,7 +281,7 @@ NAMED = {
                "204929b7ff9d6184953f867dedb860e40aa69c078fc1e54b3baaa8fb28511c4c", "val"),
         Source(f"{WIKITEXT}test-00000-of-00001.parquet", 732_610,
                "5f1bea067869d04849c0f975a2b29c4ff47d867f484f5010ea5e861eab246d91", "test"),
-    ), separator="", size=543_000_000, download=315_466_397, disk=700_000_000),
+    ), separator="", size=543_000_000, download=315_466_397),
 }  # fmt: skip
 
 
@@ -302,7 +289,7 @@ NAMED = {
 # Downloading
 
 TIMEOUT = 10, 60  # seconds to connect, and without a byte
-TRIES = 6  # of a request; and in a row without a megabyte gained
+RETRIES = 5  # of a request
 BACKOFF = 1.0  # seconds, doubled after each further failure
 MAY_PASS = {408, 429, *range(500, 600)}  # a server that is crowded, or at fault
 
@@ -323,7 +310,7 @@ def request(url, path, start=0):
         headers |= {"Authorization": f"Bearer {token}"} if token else {}  # dropped on a redirect to another host
     session = requests.Session()
     for adapter in session.adapters.values():  # other: faults of certificates
-        adapter.max_retries = Retry(TRIES - 1, other=0, backoff_factor=BACKOFF, status_forcelist=MAY_PASS)
+        adapter.max_retries = Retry(RETRIES, other=0, backoff_factor=BACKOFF, status_forcelist=MAY_PASS)
     try:
         answer = session.get(url, headers=headers, stream=True, timeout=TIMEOUT)
         answer.raise_for_status()
@@ -345,38 +332,38 @@ def look_up(url, path):
 
 
 def obtain(source, path):
-    """Brings a source to path, whole and verified, or not at all; a file put there by hand is compared. Returns its
-    SHA-256. What has come of a download is kept for later calls, in a .part file tied to the hash."""
+    """Brings a source to path, whole and verified, or not at all; a file put there by hand is compared. What has come
+    of a download is kept for later calls, in a .part file tied to the hash."""
     if path.exists():
-        if (found := hash_file(path)) != (source.sha256 or found):
+        if source.sha256 and (found := hash_file(path)) != source.sha256:
             raise InputError(f"{path} is not the right file (SHA-256 {found} instead of {source.sha256}): remove it")
-        return found
+        return
     import requests
 
     note(f"downloading {source.url}")
     size, sha256 = (source.size, source.sha256) if source.sha256 else look_up(source.url, path)
-    part, failures = path.with_name(f"{path.name}.{sha256[:12]}.part"), 0
+    part = path.with_name(f"{path.name}.{sha256[:12]}.part")
     with open(part, "ab") as f, progress(total=size, initial=f.tell(), desc=path.name) as bar:
         while (begin := f.tell()) < size:
-            if failures == TRIES:
-                raise InputError(f"the connection to {source.url} always breaks: run again later, to go on")
-            time.sleep(BACKOFF * (2**failures - 1))
             with request(source.url, path, begin) as answer, suppress(requests.RequestException):  # it breaks off
                 for chunk in answer.iter_content(1 << 16):
                     bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
-            failures = 0 if f.tell() - begin >= 1 << 20 else failures + 1
+            if f.tell() == begin:
+                raise InputError(f"the connection to {source.url} always breaks: run again later, to go on")
     if (found := hash_file(part)) != sha256:
         part.unlink()
         raise InputError(f"{source.url} came damaged (SHA-256 {found} instead of {sha256}): run again")
     os.replace(part, path)
-    return sha256
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What files hold
 
 NOTHING = 'it holds no text to train on (--column "" takes the bytes of any file)'
-KINDS = {  # how the bytes of what is no text begin: what it is, and how to make it one; None: that is done here
+KINDS = {  # how the bytes of what is no text begin: what it is, and how to make it one, if that is not done here
+    rb"PK\x03\x04.{26}[^/]{1,99}/data\.pkl": ("checkpoint of PyTorch", NOTHING),
+    rb"PK\x03\x04.*\[Content_Types\]\.xml|PK\x03\x04.{26}mimetypeapplication/": (
+        "Office document or e-book", "pandoc -t plain {} > FILE.txt"),
     rb"PK\x03\x04|PK\x05\x06": ("zip", None),
     rb"PAR1": ("parquet", None),
     rb"\x1f\x8b\x08": ("gzip", "gunzip {}"),
@@ -396,33 +383,23 @@ def kind_of(file, column):
     """What an open file holds ("bytes", "JSON lines", or one of KINDS), and what to do about it, or None.
     Its first 64 kB decide. Text has no NUL in them, no mark of UTF-16, and hardly a control character."""
     file.seek(0)
-    head, tokens = file.read(1 << 16), str(file.name).lower().endswith(".tokens")
-    if not column and not tokens:
+    head = file.read(1 << 16)
+    if str(file.name).lower().endswith(".tokens"):
+        return "GPT-2's tokens", None
+    if not column:
         return "bytes", None
     controls = len(head) - len(head.translate(None, CONTROLS))
-    if b"\0" in head or 100 * controls > len(head) or head.startswith((b"\xff\xfe", b"\xfe\xff")) or tokens:
-        other = ("GPT-2's tokens", None) if tokens else ("binary data", NOTHING)
-        kind, advice = next((found for begins, found in KINDS.items() if re.match(begins, head, re.DOTALL)), other)
-        if isinstance(file, zipfile.ZipExtFile) and not advice:
-            return f"{kind} in a zip archive", "unzip it"
-        if kind == "zip":
-            with suppress(zipfile.BadZipFile, ValueError, OSError), zipfile.ZipFile(file) as archive:  # told later
-                names = set(archive.namelist())
-                if {"data.pkl", "version"} <= {name.rpartition("/")[2] for name in names}:
-                    return "checkpoint of PyTorch", NOTHING
-                if names & {"[Content_Types].xml", "META-INF/container.xml", "META-INF/manifest.xml"}:
-                    return "Office document or e-book", "pandoc -t plain {} > FILE.txt"
-        return kind, advice
-    start, rows = head.removeprefix(codecs.BOM_UTF8).lstrip(), []
+    if b"\0" in head or 100 * controls > len(head) or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        kinds = (kind for begins, kind in KINDS.items() if re.match(begins, head, re.DOTALL))
+        return next(kinds, ("binary data", NOTHING))
+    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if re.match(rb'\[\s*\{(?s:.*?)%s\s*:' % re.escape(json.dumps(column)).encode(), start):
         return "JSON array", "jq -c '.[]' {} > FILE.jsonl"
-    if start.startswith(b"{"):  # one object a line; of a single one it must be told by the column
+    if start.startswith(b"{"):
         file.seek(0)
-        with suppress(ValueError, RecursionError):  # the first two that are not empty
-            rows.extend(itertools.islice(filter(None, map(json.loads, filter(bytes.strip, file))), 2))
-        if rows and isinstance(rows[0], dict) and column in rows[0]:
-            return "JSON lines", None
-        if len(rows) == 2 and all(isinstance(row, dict) for row in rows):
+        with suppress(ValueError, RecursionError):
+            if column in json.loads(next(filter(bytes.strip, file))):  # the first line that is not empty
+                return "JSON lines", None
             return f"JSON lines without a column {column}", 'name one with --column, or "" for the lines as they are'
     return "bytes", None
 
@@ -434,16 +411,14 @@ def is_run(folder):
     return False
 
 
-def why_left_out(path, root, stdlib):
-    """Why a file or folder below root is no data, or None. Raises InputError for a link out of root."""
+def why_left_out(path, stdlib):
+    """Why a file or folder in a folder is no data, or None."""
     if path.name.startswith(".") or stdlib and path.name in NOT_STDLIB:
         return "hidden"
     if stdlib and path.is_file():  # of which a distribution may have made some a link
         return None if path.suffix == ".py" else "no source"
     if path.is_symlink():
-        if not stdlib and not Path(os.path.realpath(path)).is_relative_to(root):  # any of the user's files
-            raise InputError(f"{path} is a link out of {root}: replace it by a copy, or remove it")
-        return "link"  # what it leads to is read where it lies
+        return "link"  # what it leads to is read where it lies, or not meant
     if path.name == "tables.md":  # of report.py, which may come in between a run and its resumption
         return "tables of runs"
     if not path.is_dir():
@@ -461,73 +436,74 @@ def list_files(root, stdlib=False):
     while todo:
         for path in todo.pop().iterdir():
             name = path.relative_to(root).as_posix()
-            if why := why_left_out(path, root, stdlib):
+            if why := why_left_out(path, stdlib):
                 left.setdefault(why, []).append(name)
             elif path.is_dir():
                 todo.append(path)
             else:
                 files.append((name, *stamp_of(path)))
-    if stdlib:
-        return sorted(files), {}
-    names = {}  # read twice, the text of a file with two names would be trained and validated on
-    for file in sorted(files):
-        info = (root / file[0]).stat()
-        if names.setdefault((info.st_dev, info.st_ino or file), file) != file:
-            left.setdefault("another name of a file", []).append(file[0])
-    return [*names.values()], left
+    return sorted(files), {} if stdlib else left
 
 
-def read_source(recipe, _, root, left):
-    """Yields the texts of a file, or of the files of a folder; adds to `left` what holds none as it is."""
-    stdlib = recipe.origin == "stdlib"
+def read_path(root, stdlib, column, separator, left):
+    """Yields (None, text) of a file, or of the files of a folder; adds to `left` what holds no text as it is."""
     files, _ = list_files(root, stdlib)
     for name, *_ in files:
-        path = root / name if name else root
+        path = root / name
         with explain(f"read {path}"), open(path, "rb") as file:
-            yield from read_file(file, path, name or root.name, recipe, left)
-    if recipe.origin and list_files(root, stdlib)[0] != files:
+            for text in read_file(file, path, name or root.name, column, separator, left):
+                yield None, text
+    if list_files(root, stdlib)[0] != files:
         raise InputError(f"{root} changed while it was read: run again when nothing writes to it")
 
 
-def read_file(file, path, name, recipe, left):
-    """Yields the texts of an open file: documents, each with the separator, or bytes as they come."""
-    (kind, advice), separator = kind_of(file, recipe.column), recipe.separator.encode()
+def read_recipe(recipe, folder, left):
+    """Yields (split, text) of a named corpus. Its sources come into the folder when they are needed."""
+    size = 0
+    for source in recipe.sources:
+        obtain(source, folder / source.name)
+        for _, text in read_path(folder / source.name, False, "text", recipe.separator, left):
+            size += len(text)
+            if recipe.cut and size > recipe.cut:
+                return
+            yield source.split, text
+
+
+def read_file(file, path, name, column, separator, left):
+    """Yields the texts of an open file: documents, each with the separator, or bytes as they come. Adds it to `left` by
+    its name if it holds none."""
+    kind, advice = kind_of(file, column)
     file.seek(0)
     if advice or kind == "GPT-2's tokens":
         left.setdefault(kind, []).append(name)
     elif kind == "zip":
-        yield from read_zip(file, path, name, recipe, left)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                for inner in sorted(archive.namelist()):  # nothing is unpacked under this name
+                    if not inner.endswith("/") and "/." not in f"/{inner}":
+                        with archive.open(inner) as f:
+                            yield from read_file(f, path / inner, f"{name}/{inner}", column, separator, left)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as e:
+            raise InputError(f"{path} is a damaged or encrypted zip archive ({e})") from None
     elif kind == "parquet":
-        yield from (text + separator for text in read_parquet(file, path, recipe.column))
+        yield from (text + separator.encode() for text in read_parquet(file, path, column))
     elif kind == "JSON lines":
         for number, line in enumerate(file, 1):
             try:
-                text = json.loads(line)[recipe.column] if line.strip() else None
+                text = json.loads(line)[column] if line.strip() else None
                 if text is not None:
-                    yield text.encode(errors="replace") + separator
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise InputError(f"{path}, line {number:,}: no JSON with a string named {recipe.column}") from None
+                    yield (text + separator).encode(errors="replace")
+            except (ValueError, KeyError, TypeError):
+                raise InputError(f"{path}, line {number:,}: no JSON with a string named {column}") from None
     else:
         yield from iter(partial(file.read, 1 << 20), b"")
 
 
-def read_zip(file, path, name, recipe, left):
-    """`read_file` of the files in a zip archive, sorted by name, without those whose name begins with a dot."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for member in sorted(archive.infolist(), key=lambda m: m.filename):  # nothing is unpacked under these names
-                if not member.is_dir() and "/." not in f"/{member.filename}":
-                    with archive.open(member) as f:
-                        yield from read_file(f, path / member.filename, f"{name}/{member.filename}", recipe, left)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as e:
-        raise InputError(f"{path} is a damaged or encrypted zip archive ({e})") from None
-
-
 def read_parquet(file, path, column):
     """Yields the documents in a column of a parquet file. At most 1,000 rows are read at a time."""
-    with needs("pyarrow"):
-        import pyarrow as pa
-        from pyarrow.parquet import ParquetFile
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
     try:
         # With pre_buffer, or without the row group named, it reads ahead: memory would grow with the file.
         with ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
@@ -547,133 +523,97 @@ def read_parquet(file, path, column):
 
 @contextmanager
 def hold(folder, wait=False):
-    """Locks a folder for this process, until the block or the process ends. Its file `lock` says whose it is.
+    """Locks a folder for this process, until the block or the process ends. Its file .lock says whose it is.
 
     wait: until a process that holds it ends; else that is an InputError. Where locks do not work, a note says so."""
-    path = Path(folder, "lock")
+    path = Path(folder, ".lock")
     with explain(f"write {path}"):
-        f = open(path, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115  closed below
+        f = open(path, "a+", errors="replace")  # noqa: SIM115  closed below
     with f:
         f.seek(0)
-        holder = f.read(200).strip()
-        if holder and not re.match(r"process \d+ on .* since ", holder):
-            raise InputError(f"{path} is no lock of this program: move it away, or name another folder")
+        holder = f.read(200).strip() or "another process"
         try:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not wait:
-                    raise
+                    raise InputError(f"{folder} is in use by {holder}: wait, or name another") from None
                 note(f"{folder} is in use by {holder}: waiting until that ends")
                 fcntl.flock(f, fcntl.LOCK_EX)
-            if not os.path.samestat(os.fstat(f.fileno()), path.stat()):
-                raise BlockingIOError  # the one before ended this moment, and took the file with it
-        except (BlockingIOError, FileNotFoundError):
-            raise InputError(f"{folder} is in use by {holder or 'another process'}: wait, or name another") from None
         except (OSError, AttributeError) as e:  # AttributeError: Windows
             note(f"note: {folder} cannot be locked ({e}): start no second run in it")
         f.truncate(0)
         f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         f.flush()
-        try:
-            yield
-        finally:
-            f.truncate(0)
-            if not wait:
-                with suppress(OSError):  # Windows does not remove a file that is open
-                    path.unlink()
+        yield
 
 
 def read_record(path, recipe):
-    """What meta.json says of the corpus that is made in path, or a new record. Raises InputError if it does not fit."""
+    """What meta.json says of the prepared file `path`, or None if it is not there, or was made of something else."""
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+        record = json.loads(path.with_name("meta.json").read_bytes())
+        return record if path.exists() and record["sha256"] and record["recipe"] == recipe else None
+
+
+def write_record(path, record):
+    replace_file(path.with_name("meta.json"), lambda f: f.write(json.dumps(record, indent=1).encode()))
+
+
+def build(path, recipe, read, size):
+    """Makes the file `path`, whole or not at all, and returns its record. The arguments are those of `prepare`."""
     record = {
-        "recipe": [[list(astuple(source)) for source in recipe.sources], recipe.separator, recipe.cut],
-        "sources": [],  # those converted: url, SHA-256
-        "cut": None,  # or the source in which it ends
+        "recipe": recipe,
         "splits": {},  # from, to: in bytes of the file, where the corpus has its own
         "left_out": {},  # why: files that hold no text
-        "size": 0,  # bytes, so far
-        "sha256": None,  # only once it is whole
     }
-    meta = path.with_name("meta.json")
-    try:
-        kept = json.loads(meta.read_bytes())
-        if kept["recipe"] != record["recipe"]:
-            raise ValueError
-        return record if kept["sha256"] and not path.exists() else kept
-    except (FileNotFoundError, NotADirectoryError):
-        return record
-    except (ValueError, TypeError, KeyError):
-        raise InputError(f"{meta} is damaged, or of another recipe: delete {path.parent} to prepare anew") from None
-
-
-def write_record(folder, record):
-    replace_file(folder / "meta.json", lambda f: f.write(json.dumps(record, indent=1).encode()))
-
-
-def build(path, recipe, record, read):
-    """Makes a corpus in path, from where its record ends. Returns the finished record. read: see `prepare`."""
-    folder, part = path.parent, path.with_name(f"{path.name}.part")
-    if path.exists() and not part.exists():  # it was stopped before the last line of this function
-        os.replace(path, part)
-    with open(part, "ab") as out, progress(total=recipe.size or None, desc=f"preparing {path.name}") as bar:
-        if out.tell() < record["size"]:
-            raise InputError(f"{part} is shorter than its record says: delete {folder} to prepare the corpus again")
-        bar.update(out.seek(record["size"]))
-        out.truncate()
-        for number, source in enumerate(recipe.sources):
-            file = Path(source.url) if recipe.origin else folder / source.url.rpartition("/")[2]
-            if number >= len(record["sources"]) and not record["cut"]:
-                sha256 = None if recipe.origin else obtain(source, file)
-                for text in read(source, file, record["left_out"]):
-                    if recipe.cut and out.tell() + len(text) > recipe.cut:
-                        record["cut"] = {"source": source.url}
-                        break
-                    bar.update(out.write(text))
-                record["sources"].append({"url": source.url, "sha256": sha256})
-                if source.split:
-                    begin = max((end for _, end in record["splits"].values()), default=0)
-                    record["splits"].setdefault(source.split, [begin, 0])[1] = out.tell()
-                out.flush()
-                os.fsync(out.fileno())  # the record must not be ahead of the bytes
-                record["size"] = out.tell()
-                write_record(folder, record)
-            if not recipe.origin:
-                file.unlink(missing_ok=True)
-    record["sha256"] = hash_file(part)
+    digest, part = hashlib.sha256(), path.with_name(f"{path.name}.part")
+    with open(part, "wb") as out, progress(total=size, desc=f"preparing {path.name}") as bar:
+        for split, text in read(record["left_out"]):
+            begin = out.tell()
+            digest.update(text)
+            bar.update(out.write(text))
+            if split:
+                record["splits"].setdefault(split, [begin, 0])[1] = out.tell()
+        out.flush()
+        os.fsync(out.fileno())  # the record must not be ahead of the bytes
     os.replace(part, path)
-    record["mtime_ns"] = path.stat().st_mtime_ns
-    write_record(folder, record)
+    length, mtime_ns, _ = stamp_of(path)
+    record |= {"size": length, "mtime_ns": mtime_ns, "sha256": digest.hexdigest()}
+    write_record(path, record)
     return record
 
 
-def prepare(path, recipe, read, verify=False):
-    """Makes the corpus of a recipe in path, unless it is there whole, by its size and time or its hash. Returns its
-    record. read(source, its path, {why: names} to which it adds what it leaves out) yields texts."""
+def prepare(path, recipe, read, size=None, verify=False):
+    """Makes the file `path`, unless it is there whole, by its size and time or its hash. Returns its record.
+
+    Args: recipe: what it is made of, a JSON value; read: function of {why: names}, to which it adds what it leaves out,
+        that yields (split or None, bytes); size: in bytes, about; verify: compare the hash."""
     folder, record = path.parent, read_record(path, recipe)
-    if not record["sha256"]:
+    if not record:
         with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
             folder.mkdir(parents=True, exist_ok=True)
-            with hold(folder, wait=True):
-                record = read_record(path, recipe)  # another process may have made it meanwhile
-                record = record if record["sha256"] else build(path, recipe, record, read)
+            with hold(folder, wait=True):  # another process may have made it meanwhile
+                record = read_record(path, recipe) or build(path, recipe, read, size)
     with explain(f"read {path}"):
-        size, mtime_ns, _ = stamp_of(path)
-    if verify or (size, mtime_ns) != (record["size"], record["mtime_ns"]):
-        if size != record["size"] or hash_file(path) != record["sha256"]:
+        length, mtime_ns, _ = stamp_of(path)
+    if verify or (length, mtime_ns) != (record["size"], record["mtime_ns"]):
+        if length != record["size"] or hash_file(path) != record["sha256"]:
             raise InputError(f"{path} is damaged: its size or SHA-256 is not the recorded one; delete {folder}")
         with suppress(OSError):  # a copy of it: not to be hashed at every start
-            write_record(folder, record | {"mtime_ns": mtime_ns})
+            write_record(path, record | {"mtime_ns": mtime_ns})
     return record
 
 
 def find(name_or_path, column="text"):
     """Finds a corpus without preparing it. A known name comes before a path: write ./stdlib for a file called so.
 
-    Returns: its name, the file to map, the recipe to make it of (None: it is there), what is left out, {why: names}."""
+    Returns: its name, the file to map, a call that prepares it (None: it is there), what is left out, {why: names}."""
     stdlib = name_or_path == "stdlib"
     if name_or_path in NAMED and not stdlib:
-        return name_or_path, cache_dir() / name_or_path / f"{name_or_path}.bin", NAMED[name_or_path], {}
+        path, recipe = cache_dir() / name_or_path / f"{name_or_path}.bin", NAMED[name_or_path]
+        made_of = [[list(astuple(source)) for source in recipe.sources], recipe.separator, recipe.cut]
+        read = partial(read_recipe, recipe, path.parent)
+        return name_or_path, path, partial(prepare, path, made_of, read, recipe.size), {}
     given = Path(os.path.expanduser(sysconfig.get_paths()["stdlib"] if stdlib else name_or_path))
     stem = "stdlib" if stdlib else Path(os.path.abspath(given)).stem
     name = re.sub(r"[^A-Za-z0-9._-]", "_", stem).strip(".")[:40] or "_"
@@ -693,9 +633,8 @@ def find(name_or_path, column="text"):
             raise InputError(f"{given} is no regular file, or holds prepared corpora or a run: name another one")
         files, left = list_files(root, stdlib)
     tie = hashlib.sha256(os.fsencode(f"{root}\0{column}\0{files}")).hexdigest()[:12]  # a folder that changed: a new one
-    size = sum(size for _, size, *_ in files)
-    recipe = Recipe("", (Source(str(root)),), size=size, column=column, origin=name_or_path)
-    return name, cache_dir() / f"{name}-{tie}" / f"{name}.bin", recipe, left
+    path, size = cache_dir() / f"{name}-{tie}" / f"{name}.bin", sum(size for _, size, *_ in files)
+    return name, path, partial(prepare, path, tie, partial(read_path, root, stdlib, column, SEPARATOR), size), left
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -713,8 +652,8 @@ TOKENS = ("bytes", "gpt2")
 
 def gpt2_encoding():
     """The tiktoken.Encoding of GPT-2, which fetches its files on first use, verified, into the cache folder."""
-    with needs("tiktoken"):
-        import tiktoken
+    import tiktoken
+
     folder = os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(cache_dir() / "gpt2"))
     try:
         return tiktoken.get_encoding("gpt2")
@@ -763,20 +702,19 @@ def tokenize(corpus, verify=False):
     """The corpus in GPT-2's tokens, prepared in a folder of its own; split by split if it has its own splits."""
     splits = corpus.record.get("splits") or {"": [0, len(corpus.tokens)]}
 
-    def read(source, _, left_out):
-        begin, end = splits[source.split]
-        corpus.file.seek(begin)
-        count = 0
-        for tokens in encode_blocks(corpus.file, end - begin, corpus.path, begin):
-            count += len(tokens)
-            yield np.array(tokens, "<u2").tobytes()
+    def read(_):
+        for split, (begin, end) in splits.items():
+            corpus.file.seek(begin)
+            count = 0
+            for tokens in encode_blocks(corpus.file, end - begin, corpus.path, begin):
+                count += len(tokens)
+                yield split, np.array(tokens, "<u2").tobytes()
+            if corpus.name == "wikitext103" and count != WIKITEXT_TOKENS.get(split, count):
+                raise InputError(f"{split} of WikiText-103 became {count:,} tokens: not the raw corpus")
         corpus.check_unchanged()
-        if corpus.name == "wikitext103" and source.split and count != WIKITEXT_TOKENS[source.split]:
-            raise InputError(f"{source.split} of WikiText-103 became {count:,} tokens: not the raw corpus")
 
     path = cache_dir() / f"{corpus.name}-{corpus.sha256[:12]}-gpt2" / f"{corpus.name}.tokens"
-    sources = tuple(Source(corpus.sha256, split=split) for split in splits)  # of the text: it may lie elsewhere
-    record = prepare(path, Recipe("", sources, origin=corpus.path), read, verify)
+    record = prepare(path, [corpus.sha256, splits], read, verify=verify)  # of the text: it may lie elsewhere
     return map_file(corpus.name, path, "<u2", record, GPT2_VOCAB)
 
 
@@ -787,7 +725,7 @@ def check_tokens(path):
         counts += np.bincount(np.fromfile(path, "<u2", 1 << 22, offset=2 * begin), minlength=1 << 16)
     seen = counts.nonzero()[0] if size > 1 else counts[:1]
     text = (seen & 255).min() >= 9 and (seen >> 8).min() >= 9  # pairs of characters: neither is a control character
-    other = seen[-1] >= GPT2_VOCAB or seen[-1] < 256 or len(seen) == 1  # too large; single bytes; all the same
+    other = seen[-1] >= GPT2_VOCAB or seen[-1] < 256  # too large; single bytes
     if size % 2 or text or other or counts[0] * 8 > size:  # more than a quarter is 0: numbers of 4 bytes
         numbers = f"it has {size:,} bytes, numbers from {seen[0]} to {seen[-1]}"
         raise InputError(f"{path} is no file of GPT-2's tokens, little-endian uint16: {numbers}")
@@ -808,15 +746,18 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     Returns: a Corpus. Raises: InputError for whatever is wrong with it."""
     if seq < 1:
         raise InputError(f"--seq must be at least 1, not {seq}")
-    name, path, recipe, left = find(name_or_path, "text" if column is None else column)
-    record = prepare(path, recipe, partial(read_source, recipe), verify) if recipe else {}
+    name, path, make, left = find(name_or_path, "text" if column is None else column)
+    record = make(verify=verify) if make else {}
+    for source in NAMED[name_or_path].sources if name_or_path in NAMED else ():
+        with suppress(OSError):  # the corpus is whole
+            path.with_name(source.name).unlink()
     left |= {why: left.get(why, []) + names for why, names in record.get("left_out", {}).items()}
     first = {why: ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3) for why, names in sorted(left.items())}
     left_out = "; ".join(f"{why}: {names}" for why, names in first.items())
     with explain(f"read {path}"):
         if not path.stat().st_size:
             raise InputError(f"{name_or_path} holds nothing to train on" + f" (left out: {left_out})" * bool(left_out))
-        ready = path.suffix.lower() == ".tokens" and not recipe
+        ready = path.suffix.lower() == ".tokens" and not make
         if ready and tokens != "gpt2":
             raise InputError(f"{path} holds GPT-2's tokens, as its name says: add --tokens gpt2")
         if ready:
@@ -893,11 +834,11 @@ def main():
     args = parser.parse_args()
     if args.corpus is None:
         for name in NAMED:
-            _, path, recipe, _ = find(name)
-            size = read_record(path, recipe)["sha256"] and f"{path.stat().st_size:,} bytes, prepared"
-            cost = f", downloads {recipe.download / 1e9:.2f} GB, takes up to {recipe.disk / 1e9:.2f} GB of disk"
-            size = size or f"about {recipe.size:,} bytes, not prepared yet{cost if recipe.download else ''}"
-            print(f"{name:<12} {size}: {NAMED[name].about}")
+            recipe, path = NAMED[name], find(name)[1]
+            down, disk = recipe.download / 1e9, (recipe.download + recipe.size) / 1e9
+            cost = f", downloads {down:.2f} GB, takes up to {disk:.2f} GB of disk" if down else ""
+            prepared = path.exists() and f"{path.stat().st_size:,} bytes, prepared"
+            print(f"{name:<12} {prepared or f'about {recipe.size:,} bytes, not prepared yet{cost}'}: {recipe.about}")
         print("PATH         any file or folder: bytes, parquet, JSON lines, zip")
         return
     corpus = load(args.corpus, args.seq, args.verify, args.tokens, args.column)

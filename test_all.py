@@ -36,6 +36,7 @@ import tracemalloc
 import warnings
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -1684,83 +1685,60 @@ def joined(texts):
     return b"".join(t + b"\n\n" for t in texts if t is not None)
 
 
-def parquet(path, texts, column="text", **options):
-    """Writes a parquet file with two columns, 50 rows in a row group."""
+def parquet(texts, column="text", **options):
+    """A parquet file with two columns, 50 rows in a row group."""
     columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), pa.string())}
-    with open(path, "wb") as f:
-        pq.write_table(pa.table(columns), f, **{"row_group_size": 50, "compression": "none"} | options)
-    return Path(path).read_bytes()
+    pq.write_table(pa.table(columns), f := io.BytesIO(), **{"row_group_size": 50, "compression": "none"} | options)
+    return f.getvalue()
 
 
-def zipped(path, members):
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+def zipped(members):
+    with zipfile.ZipFile(f := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    return Path(path).read_bytes()
-
-
-@contextlib.contextmanager
-def full_disk(size):
-    """Writing files of more than `size` bytes fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return f.getvalue()
 
 
 # ---- faults: each is one line on stderr and exit code 2, as `python data.py` prints it ----
 
-GZIP = b"\x1f\x8b\x08" + binary(9000)
-FAULTS = [  # what is made at the path x, the command line, what the message has to say
-    (None, ["nope"], "no corpus 'nope': give a name (stdlib"),
-    (None, [""], "no corpus ''"),
-    (None, ["/dev/zero"], "no regular file"),
-    (None, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
-    (lambda x: x.touch(), ["x"], "error: x holds nothing to train on\n"),
-    (lambda x: write_tree(x, {".h": text(9000), ".git/a": text(9000)}), ["x"], "train on (left out: hidden: .git, .h)"),
-    (lambda x: x.write_bytes(text(2000)), ["x"], "257 bytes, the shortest has 100; bring 5,140 in all"),
-    # "x-secret" begins with "x", yet is not in it
-    (lambda x: (write_tree(x.parent, {"x/a": b"", "x-secret": b""}) / "x/b").symlink_to("../x-secret"), ["x"], "b is"),
-    (lambda x: write_tree(x.parent, {"cache/a": text(900)}), ["cache"], "holds prepared corpora or a run"),
-    (lambda x: write_tree(x, {"log.jsonl": b'{"event": "header"}'}), ["x"], "holds prepared corpora or a run"),
-    (lambda x: write_tree(x, {"tables.md": text(900)}), ["x"], "(left out: tables of runs: tables.md)"),
-    (lambda x: write_tree(x, {"a": GZIP, "b": GZIP}), ["x"], "(left out: gzip: a, b)"),
-    (lambda x: write_tree(x, {c: b'{"b": 1}\n' * 2 for c in "abcd"}), ["x"], "without a column text: a, b, c, ...)"),
-    (lambda x: write_tree(x, {"a.TOKENS": text(900)}), ["x"], "(left out: GPT-2's tokens: a.TOKENS)"),
-    (lambda x: parquet(x, documents(9), "body"), ["x", "--column", "id"], "id (--column); its columns: {'id': 'int64'"),
-    (lambda x: x.write_bytes(parquet(x, documents(99))[:-9]), ["x"], "not a readable parquet file"),
-    (lambda x: x.write_bytes(flip(zipped(x, {"a": text(9000)}))), ["x"], "damaged or encrypted zip"),
-    (lambda x: zipped(x, {"a": parquet(x, documents(9))}), ["x"], "(left out: parquet in a zip archive: x/a)"),
-    (lambda x: x.write_bytes(b'{"text": "a"}\n' * 9 + b'{"text": 3}\n'), ["x"], "x, line 10: no JSON with a string"),
-    (lambda x: x.write_bytes(b"{}\n" + b'{"text": "a"}\n' * 9), ["x"], "x, line 1: no JSON with a string named text"),
-    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x"], 'name one with --column, or "" for the lines as they are'),
-    (lambda x: x.write_bytes(b'[{"id": 1, "text": "a"},\n' + b'{"text": "b"}]'), ["x"], "jq -c '.[]' x > FILE.jsonl"),
-    (lambda x: x.write_bytes(b'{"id": 1}\n' * 900), ["x", "--column", "id"], "line 1: no JSON with a string named id"),
-    (lambda x: x.with_suffix(".tokens").write_bytes(TOKENS.tobytes()), ["x.tokens"], "says: add --tokens gpt2"),
-]
 TOKENS = np.random.RandomState(0).randint(0, 265, 9000).astype("<u2")  # numbers that could be tokens
-FAULTS += [  # a file, its content, what the message has to say
-    (lambda x, name=name, content=content: x.with_name(name).write_bytes(content), [name, "--tokens", "gpt2"], message)
-    for name, content, message in [
+NO_COLUMN = b'{"id": 1}\n' * 900
+FAULTS = [  # the files (a file: x), the command line, what the message has to say
+    ({}, ["nope"], "no corpus 'nope': give a name (stdlib"),
+    ({}, [""], "no corpus ''"),
+    ({}, ["/dev/zero"], "no regular file"),
+    ({}, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
+    (b"", ["x"], "error: x holds nothing to train on\n"),
+    (text(2000), ["x"], "257 bytes, the shortest has 100; bring 5,140 in all"),
+    ({"cache/a": text(900)}, ["cache"], "holds prepared corpora or a run"),
+    ({"x/log.jsonl": b'{"event": "header"}'}, ["x"], "holds prepared corpora or a run"),
+    ({"x/.h": text(9000), "x/.git/a": text(9000), "x/tables.md": text(900)}, ["x"],
+     "train on (left out: hidden: .git, .h; tables of runs: tables.md)"),
+    ({f"x/{c}": NO_COLUMN for c in "abcd"}, ["x"], "(left out: JSON lines without a column text: a, b, c, ...)"),
+    ({"x/a.TOKENS": text(900)}, ["x"], "(left out: GPT-2's tokens: a.TOKENS)"),
+    (parquet(documents(9), "body"), ["x", "--column", "id"], "id (--column); its columns: {'id': 'int64'"),
+    (parquet(documents(99))[:-9], ["x"], "not a readable parquet file"),
+    (flip(zipped({"a": text(9000)})), ["x"], "damaged or encrypted zip"),
+    (b'{"text": "a"}\n' * 9 + b'{"text": 3}\n', ["x"], "x, line 10: no JSON with a string named text"),
+    (NO_COLUMN, ["x"], 'without a column text): name one with --column, or "" for the lines as they are'),
+    (b'[{"id": 1, "text": "a"},\n{"text": "b"}]', ["x"], "jq -c '.[]' x > FILE.jsonl"),
+    ({"x.tokens": TOKENS.tobytes()}, ["x.tokens"], "says: add --tokens gpt2"),
+    *(({name: content}, [name, "--tokens", "gpt2"], message) for name, content, message in (
         ("odd.tokens", TOKENS.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
         ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "numbers from 1 to 265"),
-        ("same.tokens", b"\x02\x01" * 9000, "numbers from 258 to 258"),
+        ("bytes.tokens", b"\x02\x00\x09\x00" * 9000, "numbers from 2 to 9"),
         ("wide.tokens", TOKENS.astype("<u4").tobytes(), "numbers from 0 to 264"),
         ("text.tokens", b"\x0b\x0b\x0c\x0b" * 3000, "little-endian uint16: it has 12,000"),
-        ("array.tokens", b"\x93NUMPY" + TOKENS.tobytes(), "(numpy array): write GPT-2's tokens as little"),
         ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7"),
         ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
         ("blank.txt", b"the a" + b" " * 10**6 + b"the", "from byte 5 on no word ends for more than 400,000"),
-    ]
-]
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("make, argv, message", FAULTS, ids=[message[-30:].strip() for *_, message in FAULTS])
-def test_data_faults(make, argv, message, merges, program, cache):
-    if make:
-        make(Path("x"))
+@pytest.mark.parametrize("files, argv, message", FAULTS, ids=[message[-30:].strip() for *_, message in FAULTS])
+def test_data_faults(files, argv, message, merges, program, cache):
+    write_tree(Path(), files if isinstance(files, dict) else {"x": files})
     done = program(data, *argv)
     assert_refused(done, message)
     assert done[1] == ""
@@ -1780,29 +1758,27 @@ class Broken(io.StringIO):
     flush, isatty = lambda self: self.write(""), lambda self: True
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE, None])  # None: closed
-def test_data_notes_and_bars_end_nothing(number, program, monkeypatch):
-    stream = Broken(number) if number else io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    if not number:
-        stream.isatty = lambda: True
-        stream.close()
-    monkeypatch.setitem(data.progress.keywords, "delay", 0)
-    data.note("a")
-    with data.progress(range(3), mininterval=0) as bar:
-        assert list(bar) == [0, 1, 2]
-    assert program(data, "nope")[0] == 2
+def test_data_notes_and_bars_end_nothing(program, monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    for stream in Broken(errno.EIO), Broken(errno.EPIPE), closed, None:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setitem(data.progress.keywords, "delay", 0)
+        data.note("a")
+        with data.progress(range(3), mininterval=0, disable=False) as bar:
+            assert list(bar) == [0, 1, 2]
+        assert program(data, "nope")[0] == 2
 
 
 def test_data_programs_with_a_full_disk_for_output(cache):
     """The code is the same; what was to be printed to the other stream is."""
     write_tree(Path("x"), {"a": b"text\n" * 2000, ".hidden": b""})
     with open("/dev/full", "w") as full:
-        for argv, code, stream in (["x", "--seq", "16"], 0, "stderr"), (["nope"], 2, "stderr"), ([], 2, "stdout"):
+        for argv, code, stream in (["x", "--seq", "16"], 0, "stderr"), ([], 2, "stdout"):
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
             done = subprocess.run([sys.executable, ROOT / "data.py", *argv], text=True, check=False, **pipes)
             assert done.returncode == code
-            assert ("size   10,000 bytes" in str(done.stdout)) == (not code)
+            assert code or "size   10,000 bytes" in done.stdout
     assert done.stderr.count("\n") == 1 and "No space left" in done.stderr
 
 
@@ -1827,31 +1803,26 @@ def test_data_file_is_mapped_where_it_lies(cache):
 
 
 DOCUMENTS = [*documents(300), None, "naïve ☃".encode(), b""]  # a null is no document, an empty string is one
-CONVERTED = {  # how a file is written; what it becomes; the column
-    "parquet": (lambda p: parquet(p, DOCUMENTS), joined(DOCUMENTS), None),
-    "zstd": (lambda p: parquet(p, DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
-    "column": (lambda p: parquet(p, DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
-    "jsonl BOM": (lambda p: p.write_bytes(b'\xef\xbb\xbf{"text": "' + b"a" * 9000 + b'"}\n{"text": ""}'),
-                  joined([b"a" * 9000, b""]), None),
-    "jsonl blank": (lambda p: p.write_bytes(b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900),
-                    joined([b"a"] + [b"b"] * 900), None),
-    "jsonl": (lambda p: p.write_text("".join(json.dumps({"a": t and t.decode()}) + "\n" for t in DOCUMENTS[:-1])),
-              joined(DOCUMENTS[:-1]), "a"),
-    "zip": (lambda p: zipped(p, {"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
+CONVERTED = {  # a file; what it becomes; the column
+    "parquet": (parquet(DOCUMENTS), joined(DOCUMENTS), None),
+    "zstd": (parquet(DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
+    "column": (parquet(DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
+    "jsonl BOM": (b'\xef\xbb\xbf{"text": "' + b"a" * 9000 + b'"}\n{"text": ""}', joined([b"a" * 9000, b""]), None),
+    "jsonl blank": (b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900, joined([b"a"] + [b"b"] * 900), None),
+    "jsonl": ("".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(), joined(DOCUMENTS), "a"),
+    "zip": (zipped({"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
             text(4000, 1) + text(5000), None),
-    "zip with names of others": (lambda p: zipped(p, dict.fromkeys(("n/mimetype", "n/data.pkl"), text(900))),
-                                 text(900) * 2, None),
+    "zip of others": (zipped({"b": zipped({"c": text(900)}), "a": parquet(DOCUMENTS)}), joined(DOCUMENTS) + text(900), None),
+    "zip with names of others": (zipped(dict.fromkeys(("n/mimetype", "n/data.pkl"), text(900))), text(900) * 2, None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CONVERTED)
 def test_data_converted(kind, cache):
     """Whatever the file is called, and alone or in a folder; prepared once, and anew if it changed."""
-    write, expected, column = CONVERTED[kind]
+    content, expected, column = CONVERTED[kind]
     for name, corpus_name in ("a b.txt", "a_b"), (os.fsdecode(b"caf\xe9.bin"), "caf_"), ("folder/a", "folder"):
-        path = cache.parent / name
-        path.parent.mkdir(exist_ok=True)
-        write(path)
+        path = write_tree(cache.parent, {name: content}) / name
         given = path.parent if name == "folder/a" else path
         corpus = data.load(given, 64, column=column)
         assert corpus.name == corpus_name and corpus.path.is_relative_to(cache)
@@ -1863,7 +1834,7 @@ def test_data_converted(kind, cache):
 
 
 BEGINNINGS = [  # texts; and what formats of other files begin with
-    "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "{}\n{}\n", "[1, 2]\n", "[{\"a\": 1}]", "\ufeff",
+    "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "[1, 2]\n", "[{\"a\": 1}]", "\ufeff",
     "\x1b[1mbold\x1b[0m \f\b\x1a", "быть", "生存", "🙂",
     '{"a": "', '{\n"text": 1}\n' * 900, "{}{}" * 900, "{not JSON}\n" * 900,  # one object, or no table at all
 ]  # fmt: skip
@@ -1876,7 +1847,8 @@ def test_data_text_is_text_whatever_it_begins_with(cache):
             assert data.load("x", 16).path == Path("x"), (beginning, encoding)
 
 
-KINDS = {  # what is no text (names: of the files in a zip archive), and what is said of it
+torch.save(torch.zeros(9), CHECKPOINT := io.BytesIO())
+KINDS = {  # what is no text, and what is said of it
     b"\x1f\x8b\x08" + binary(9000): "(gzip): gunzip x",
     b"BZh91AY&SY" + binary(9000): "(bzip2): bunzip2 x",
     b"\xfd7zXZ\0" + binary(9000): "(xz): unxz x",
@@ -1885,12 +1857,12 @@ KINDS = {  # what is no text (names: of the files in a zip archive), and what is
     b"\x93NUMPY" + binary(9000): "(numpy array): write GPT-2's tokens as little-endian uint16",
     ("中文汉字测试" * 3000).encode("utf-16"): "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x",  # without a NUL
     ("hi" * 3000).encode("utf-32"): "(UTF-32 text): iconv -f UTF-32 -t UTF-8 x",
-    ("a/data.pkl", "a/version", "a/data/0"): "(checkpoint of PyTorch): it holds no",
-    ("[Content_Types].xml", "word/a.xml"): "(Office document or e-book): pandoc -t plain x > FILE.txt",
-    ("mimetype", "META-INF/container.xml"): "(Office document or e-book): pandoc -t plain x > FILE.txt",
+    CHECKPOINT.getvalue(): "(checkpoint of PyTorch): it holds no",
+    zipped({"word/a.xml": b"x", "[Content_Types].xml": b"x"}): "(Office document or e-book): pandoc -t plain x > FILE.txt",
+    zipped({"mimetype": b"x"})[:38] + b"application/epub+zip" + binary(9000): "(Office document or e-book): pandoc",
     zlib.compress(binary(9000)): "(binary data): it holds no text to train on",
     ("text " * 900).encode("utf-16-le"): "(binary data)",
-    np.random.RandomState(0).randint(0, 50257, 9000).astype("<u2").tobytes(): "(binary data)",
+    TOKENS.tobytes(): "(binary data)",
     text(60_000) + binary(9000): "(binary data)",
     bytes(range(1, 8)) * 20 + text(9000): "(binary data)",
 }
@@ -1899,22 +1871,18 @@ KINDS = {  # what is no text (names: of the files in a zip archive), and what is
 @pytest.mark.parametrize("content", KINDS, ids=KINDS.values())
 def test_data_that_is_no_text(content, program, cache, capsys):
     """Alone it is refused; in a folder, and in an archive, it is left out, and that is said once and in the log."""
-    if isinstance(content, tuple):
-        content_of_x = zipped("x", dict.fromkeys(content, b"x"))
-    else:
-        Path("x").write_bytes(content_of_x := content)
+    Path("x").write_bytes(content)
     assert_refused(program(data, "x"), f"x cannot be read as it is {KINDS[content]}")
     assert not cache.exists()
-    write_tree(Path("folder"), {"a.txt": text(5000), "z/x.txt": content_of_x})
+    write_tree(Path("folder"), {"a.txt": text(5000), "z/x.txt": content})
     for _ in range(2):
         corpus = data.load("folder", 16)
         assert corpus.tokens.tobytes() == text(5000)
         assert corpus.summary()["left_out"] == f"{KINDS[content][1:].partition(')')[0]}: z/x.txt"
     assert capsys.readouterr().err == f"folder: left out {corpus.left_out}\n"
-    if isinstance(content, bytes):
-        zipped("y", {"a": text(5000), "x": content})
-        assert data.load("y", 16).tokens.tobytes() == text(5000)
-    assert data.load("folder", 16, column="").tokens.tobytes() == text(5000) + content_of_x  # all the same
+    Path("y").write_bytes(zipped({"a": text(5000), "x": content}))
+    assert data.load("y", 16).tokens.tobytes() == text(5000)
+    assert data.load("folder", 16, column="").tokens.tobytes() == text(5000) + content  # all the same
 
 
 # ---- folders ----
@@ -1929,10 +1897,9 @@ def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
     assert data.load("folder", 16).summary().keys() == {"name", "size", "sha256"}
     names = "env/pyvenv.cfg", "env/lib.py", "sub/__pycache__/a.pyc", ".git/x"
     write_tree(folder, dict.fromkeys(names, b"x") | {"runs/r/log.jsonl": b'{"event": "header", "step": 0}\n'})
-    for link, to in {"loop": folder, "0": "a0", "gone": "no"}.items():
+    for link, to in {"loop": folder, "0": "a0", "gone": "no", "out": "../x"}.items():
         (folder / link).symlink_to(to)
     os.mkfifo(folder / "pipe")
-    os.link(folder / "b", folder / "b2")
     monkeypatch.setenv("NANOHILBERT_DATA", str(folder / "cache"))
     first = data.load("folder", 16)
     assert first.tokens.tobytes() == b"".join(parts.values())
@@ -1941,8 +1908,8 @@ def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
     monkeypatch.chdir("folder")
     again = data.load(".", 16)
     assert again.path == first.path and again.left_out == (
-        "another name of a file: b2; cache: cache, env, sub/__pycache__; folder of a run: runs/r, runs/s; hidden: .git; "
-        "link: 0, gone, loop; not a regular file: pipe"
+        "cache: cache, env, sub/__pycache__; folder of a run: runs/r, runs/s; hidden: .git; link: 0, gone, loop, ...; "
+        "not a regular file: pipe"
     )
 
 
@@ -1955,7 +1922,6 @@ def test_training_on_the_folder_that_holds_its_runs(program, no_curves):
         code, _, err = program(train, *argv)
         assert code == 0, err
     first, second = (report.read_log(Path("runs") / name)[0]["data"] for name in "ab")
-    assert first["size"] == second["size"] == Path("text.txt").stat().st_size
     assert first["sha256"] == second["sha256"] == sha(Path("text.txt").read_bytes())
     assert first["left_out"] == "cache: cache" and second["left_out"] == "cache: cache; folder of a run: runs/a"
 
@@ -1981,8 +1947,12 @@ def test_data_changed_folder_is_prepared_again(cache):
 def test_data_stopped_while_preparing(program, cache, monkeypatch):
     """On a full disk, or while someone writes: no corpus is left, and the next call makes it."""
     folder = write_tree(Path("x"), {"a": text(300_000), "b": text(300_000)})
-    with full_disk(400_000):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
+    try:
         assert_refused(program(data, "x"), "cannot write", "NANOHILBERT_DATA")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     list_files, seen = data.list_files, []
 
     def meanwhile(*args):
@@ -1998,19 +1968,16 @@ def test_data_stopped_while_preparing(program, cache, monkeypatch):
 
 
 def test_data_names_and_places(program, cache, monkeypatch):
-    """A known name comes before a path; ~ is the user's folder; a file where the cache or a lock should be stays."""
-    write_tree(Path(), {"stdlib": text(9000), "lock": b"the user's\xff"})
+    """A known name comes before a path; ~ is the user's folder; a file where the cache should be stays."""
+    write_tree(Path(), {"stdlib": text(9000)})
     monkeypatch.setenv("HOME", str(cache.parent))
-    assert data.find("stdlib")[2].size > 1e6
+    assert data.find("stdlib")[2]
     assert data.load("./stdlib", 64).tokens.size == data.load("~/stdlib", 64).tokens.size == 9000
     for value, place in ("/elsewhere", Path("/elsewhere")), ("~/y", cache.parent / "y"), ("", ROOT / "data"):
         monkeypatch.setenv("NANOHILBERT_DATA", value)
         assert data.cache_dir() == place
     monkeypatch.setenv("NANOHILBERT_DATA", "stdlib/cache")
     assert_refused(program(data, "."), "NANOHILBERT_DATA")
-    with pytest.raises(data.InputError, match="lock is no lock of this program"), data.hold(""):
-        pass
-    assert Path("lock").read_bytes() == b"the user's\xff"
 
 
 def test_data_stdlib_is_the_library_without_its_tests(cache, monkeypatch):
@@ -2034,8 +2001,7 @@ def test_data_changed_under_a_run(how, merges):
     if how != "before it is hashed":
         assert len(corpus.sha256) == 64
         os.utime(corpus.path, ns=(1, 1))
-    corpus.path.chmod(0o600)
-    corpus.check_unchanged()  # the same bytes
+        corpus.check_unchanged()  # the same bytes
     content = corpus.path.read_bytes()
     with open(corpus.path, "r+b") as f:
         f.write(content[:-4] if how == "cut" else flip(content))
@@ -2044,11 +2010,16 @@ def test_data_changed_under_a_run(how, merges):
         os.utime(corpus.path, ns=(1, 1))
     with pytest.raises(data.InputError, match="was changed since the run began"):
         corpus.summary() if how == "before it is hashed" else corpus.check_unchanged()
+
+
+def test_data_replaced_under_a_run(cache):
+    """The map is still the old file."""
     write_tree(Path(), {"x": b"the a " * 9000, "y": b"other " * 9000})
     corpus = data.load("x", 64)
-    Path("y").rename("x")  # the map is still the old file
+    assert corpus.sha256 == sha(b"the a " * 9000)
+    Path("y").rename("x")
     corpus.check_unchanged()
-    assert (corpus.sha256, corpus.tokens[:6].tobytes()) == (sha(b"the a " * 9000), b"the a ")
+    assert corpus.tokens[:6].tobytes() == b"the a "
 
 
 def test_data_command_line(program, cache, monkeypatch):
@@ -2077,25 +2048,24 @@ def hub(monkeypatch):
 
         def do_GET(self):
             content, queue = server.files.get(self.path), server.faults.get(self.path, [])
-            fault = queue.pop(0) if queue else None
+            fault = queue.pop(0) if queue else 404 if content is None else ""
             first = int(self.headers.get("Range", "bytes=0-")[6:-1])
-            entry = [self.path, first, self.headers.get("Authorization"), 0]
-            server.log.append(entry)
+            server.log.append(entry := [self.path, first, self.headers.get("Authorization"), 0])
             first = 0 if fault in ("html", "no ranges") else first
-            status, headers = 206 if first else 200, {"Content-Type": "text/html" if fault == "html" else "binary/x"}
-            if isinstance(fault, int) or content is None:
-                status, body = fault or 404, b""
-            elif str(fault).startswith("http"):
+            status, body, headers = 206 if first else 200, flip(content) if fault == "flip" else content, {}
+            if isinstance(fault, int):
+                status, body = fault, b""
+            elif fault.startswith("http"):
                 status, body, headers["Location"] = 302, b"", fault
                 headers |= {"X-Linked-Size": str(len(content)), "X-Linked-Etag": f'"{sha(content)}"'}
-            else:
-                other = {"html": b"<html>", "flip": flip(content), "truncated": content[: len(content) // 2]}
-                body = other.get(fault, content)[first:]
+            elif fault == "html":
+                body, headers["Content-Type"] = b"<html>", "text/html"
+            body = body[first:]
             self.send_response(status)
             for header in (headers | {"Content-Length": str(len(body))}).items():
                 self.send_header(*header)
             self.end_headers()
-            body = body[: len(body) // 2] if fault in ("drop", "stall") else body
+            body = body[: {"drop": len(body) // 2, "stall": len(body) // 2, "nothing": 0}.get(fault)]
             with contextlib.suppress(OSError):
                 for i in range(0, len(body), 1 << 16):
                     entry[3] += self.wfile.write(body[i : i + (1 << 16)])
@@ -2131,21 +2101,18 @@ def toy_recipe(hub, **changes):
 def toy(hub, cache, monkeypatch):
     """A named corpus of two shards on the hub, cut within the second. Returns the bytes that it has to become."""
     docs = [documents(400, seed=i) for i in range(2)]
-    for name, texts in zip(SHARDS, docs):
-        hub.files[name] = parquet("shard", texts)
+    hub.files.update(zip(SHARDS, map(parquet, docs)))
     ends = np.cumsum([len(d) + 2 for texts in docs for d in texts])
     monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, cut=int(ends[600]) + 1))
     return joined(d for texts in docs for d in texts)[: ends[600]]
 
 
 def assert_whole(cache, expected):
-    """The corpus is there, and nothing but the corpus (and records that a kill left half written)."""
+    """The corpus is there, and nothing but the corpus."""
     assert data.load("toy", 64).tokens.tobytes() == expected
-    names = sorted(p.name for p in (cache / "toy").iterdir())
-    assert [name for name in names if not name.startswith("meta.json.")] == ["lock", "meta.json", "toy.bin"]
+    assert sorted(p.name for p in (cache / "toy").iterdir()) == [".lock", "meta.json", "toy.bin"]
     record = json.loads((cache / "toy" / "meta.json").read_text())
     assert record["sha256"] == sha(expected) and record["size"] == len(expected)
-    return record
 
 
 def assert_in_vain(cache, message):
@@ -2157,8 +2124,8 @@ def assert_in_vain(cache, message):
 
 
 DOWNLOADS = {  # faults of a shard's answers (...: of all that follow); where requests begin, at 0 or behind what came
-    "": "0", "drop": "0 h", "drop,drop,drop": "0 h h h", "stall": "0 h", "truncated": "0 h", "500,408,503": "0 0 0 0",
-    "drop,429": "0 h h", "drop,...": "0 h h h h h: always breaks", "404,...": "0: 404 Client Error",
+    "": "0", "drop": "0 h", "drop,drop,drop": "0 h h h", "stall": "0 h", "500,408,503": "0 0 0 0",
+    "drop,429": "0 h h", "drop,nothing": "0 h: always breaks", "404,...": "0: 404 Client Error",
     "500,...": "0 0 0 0 0 0: too many 500 error", "html,...": "0: the server sends something else",
     "drop,html": "0 h: the server sends something else", "drop,no ranges": "0 h: the server sends something else",
     "flip": "0: came damaged", "drop,404": "0 h: put a copy as 0.parquet into /",
@@ -2174,10 +2141,7 @@ def test_download(faults, hub, toy, cache):
     if message:
         assert SHARDS[0] in assert_in_vain(cache, message)
     else:
-        record = assert_whole(cache, toy)
-        sources = [(data.HUB + name, sha(hub.files[name])) for name in SHARDS]
-        assert [(s["url"], s["sha256"]) for s in record["sources"]] == sources
-        assert record["cut"]["source"] == data.HUB + SHARDS[1]
+        assert_whole(cache, toy)
     starts = [first for path, first, _, _ in hub.log if path == SHARDS[0]]
     assert " ".join("h" if first else "0" for first in starts) == requests
     hub.faults.clear()
@@ -2208,27 +2172,24 @@ def test_download_with_wrong_settings(name, value, message, hub, toy, cache, mon
 
 def test_download_without_a_pin_from_another_host(hub, cache, monkeypatch):
     """Size and hash are what the hub says; without a hash nothing is trusted. The token goes to the hub alone."""
-    content, source, signed = parquet("shard", documents(400)), data.Source(data.HUB + SHARDS[0]), "/signed"
-    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (source,)))
+    content, signed = parquet(documents(400)), "/signed"
+    monkeypatch.setitem(data.NAMED, "toy", data.Recipe("toy", (data.Source(data.HUB + SHARDS[0]),)))
     monkeypatch.setenv("HF_TOKEN", "secret")
     hub.files = dict.fromkeys((SHARDS[0], signed), content)
     assert_in_vain(cache, "does not tell its SHA-256")
     hub.log.clear()
-    hub.faults = {SHARDS[0]: [hub.url.replace("127.0.0.1", "localhost") + signed] * 3, signed: [None, "drop"]}
-    record = assert_whole(cache, joined(documents(400)))
-    assert record["sources"] == [{"url": source.url, "sha256": sha(content)}]
+    hub.faults = {SHARDS[0]: [hub.url.replace("127.0.0.1", "localhost") + signed] * 3, signed: ["", "drop"]}
+    assert_whole(cache, joined(documents(400)))
     # For the hash, for the file, and for its end, which another signed URL may give.
     asked = [(later, token) for later in (False, False, True) for token in ("Bearer secret", None)]
     assert [(first > 0, token) for _, first, token, _ in hub.log] == asked
 
 
 def test_download_of_what_changed(hub, toy, cache, monkeypatch):
-    """A file at the same address, of the same size: what came of both is no corpus. A recipe: its folder is named."""
-    hub.files["/big"], hub.files["/more"], hub.faults["/big"] = bytes(3 << 20), b"more than it was", ["drop"]
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "TRIES", 1)  # in a row without a megabyte
-        for url, content in (("/big", bytes(3 << 20)), ("/more", b"more")):
-            assert data.obtain(data.Source(hub.url + url, len(content), sha(content)), Path(url[1:])) == sha(content)
+    """A file at the same address, of the same size or longer: what came of both is no corpus. Another recipe: anew."""
+    hub.files["/more"] = b"more than it was"
+    data.obtain(data.Source(f"{hub.url}/more", 4, sha(b"more")), Path("more"))
+    assert Path("more").read_bytes() == b"more"
     old = hub.files[SHARDS[0]]
     hub.faults[SHARDS[0]] = ["drop", 404]
     assert_in_vain(cache, "404")
@@ -2240,8 +2201,7 @@ def test_download_of_what_changed(hub, toy, cache, monkeypatch):
     hub.files[SHARDS[0]] = old
     assert_whole(cache, toy)
     monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, separator=" "))
-    with pytest.raises(data.InputError, match="of another recipe: delete .*toy"):
-        data.load("toy", 64)
+    assert_whole(cache, b"".join(d + b" " for seed in range(2) for d in documents(400, seed)))
 
 
 def test_data_splits_of_its_own(hub, toy, cache, monkeypatch):
@@ -2264,8 +2224,7 @@ def test_named_corpora_are_pinned():
             assert re.fullmatch("[0-9a-f]{64}", source.sha256 or "0" * 64) and (source.sha256 or name == "fineweb")
             assert re.search(r"/resolve/[0-9a-f]{40}/", source.url) or name == "enwik8"
             assert bool(source.split) == (name == "wikitext103")
-    owt = [source.size for source in data.NAMED["owt"].sources]
-    assert (len(owt), sum(owt)) == (7, data.NAMED["owt"].download) and data.NAMED["owt"].disk == 3 * 10**9 + max(owt)
+        assert name == "fineweb" or sum(source.size for source in recipe.sources) == recipe.download
 
 
 def test_download_by_hand(hub, toy, cache):
@@ -2277,48 +2236,33 @@ def test_download_by_hand(hub, toy, cache):
     assert not hub.log
 
 
-def child(action):
-    """A forked process that does something. Returns its number."""
-    if pid := os.fork():
-        return pid
-    try:
-        action()
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
-def load_until(last):
-    """data.load("toy"), killed at this call of those that rename, remove, or force to the disk."""
-    calls = itertools.count()
-    for where, name in (os, "replace"), (os, "fsync"), (Path, "unlink"):
-
-        def call(*args, real=getattr(where, name), **kwargs):
-            if next(calls) == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        setattr(where, name, call)
-    data.load("toy", 64)
-
-
-@pytest.mark.slow
-def test_download_killed_at_any_moment(hub, toy, cache):
-    """Another call ends with the same bytes, and fetches nothing twice."""
+def test_download_stopped_at_any_moment(hub, toy, cache, monkeypatch):
+    """Before each call that renames, removes, or forces to the disk: another call ends with the same bytes, and fetches
+    nothing twice."""
     for last in itertools.count():
         shutil.rmtree(cache, ignore_errors=True)
         hub.log.clear()
-        if os.waitpid(child(partial(load_until, last)), 0)[1] != signal.SIGKILL:
+        calls = itertools.count()
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for where, name in (os, "replace"), (os, "fsync"), (Path, "unlink"):
+
+                def call(*args, real=getattr(where, name), **kwargs):
+                    if next(calls) == last:
+                        raise KeyboardInterrupt
+                    return real(*args, **kwargs)
+
+                patch.setattr(where, name, call)
+            data.load("toy", 64)
             break
         assert_whole(cache, toy)
         assert [(path, first) for path, first, *_ in hub.log] == [(path, 0) for path in SHARDS]
-    assert last > 12
+    assert last > 7
 
 
-def test_download_by_two_processes_at_once(hub, toy, cache, capfd):
+def test_download_by_two_at_once(hub, toy, cache, capfd):
     hub.faults[SHARDS[0]] = ["stall"]
-    runs = [child(partial(data.load, "toy", 64)) for _ in range(2)]
-    assert [os.waitpid(run, 0)[1] for run in runs] == [0, 0]
+    with ThreadPoolExecutor() as pool:
+        assert [c.tokens.tobytes() for c in pool.map(partial(data.load, "toy"), [64, 64])] == [toy, toy]
     assert [path for path, *_ in hub.log] == [SHARDS[0], *SHARDS]  # the first broke off; each was fetched once
     assert capfd.readouterr().err.count("waiting until that ends") == 1
     assert_whole(cache, toy)
@@ -2328,8 +2272,8 @@ def test_download_by_two_processes_at_once(hub, toy, cache, capfd):
 def test_prepared_corpus_is_checked(given, hub, toy, merges, program):
     """Cheaply at each start, by size and time of change; by hash with --verify. "(verified)" is said of what was hashed
     and compared: of all that was prepared, and of nothing else."""
-    write_tree(Path(), {"folder/a": b"the a\n" * 2000, "file": b"the a\n" * 2000})
-    parquet("x.parquet", [b"the a\n" * 2000])
+    lines = b"the a\n" * 2000
+    write_tree(Path(), {"folder/a": lines, "file": lines, "x.parquet": parquet([lines])})
     argv = [data, given, "--seq", "16"] if given != "tokens" else [data, "file", "--seq", "16", "--tokens", "gpt2"]
     assert program(*argv)[0] == 0
     hub.files.clear()
@@ -2355,8 +2299,9 @@ def test_prepared_corpus_is_checked(given, hub, toy, merges, program):
         patch.setattr(data, "hash_file", lambda file, *args: hashed.append(file) or hash_file(file, *args))
         assert [program(*argv)[0] for _ in range(3)] == [0, 0, 0]
     assert hashed.count(path) == 1
-    (path.parent / "meta.json").write_bytes(b"[]")
-    assert_refused(program(*argv), "meta.json is damaged")
+    if given != "toy":  # without a record it is made anew
+        (path.parent / "meta.json").write_bytes(b"[]")
+        assert program(*argv)[0] == 0 and path.read_bytes() == content
 
 
 # ---- what a conversion and an import cost ----
@@ -2380,6 +2325,23 @@ def test_import_is_light():
     code = "import data, sys; print({'torch', 'requests', 'pyarrow', 'tiktoken'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, check=True)
     assert done.stdout == b"set()\n"
+
+
+def test_data_memory_stays_small(cache):
+    """A corpus is never loaded."""
+    for name, size in ("big", 8 << 30), ("x/a", 64 << 20):  # without a block on the disk
+        with open(write_tree(Path(), {name: b""}) / name, "wb") as f:
+            f.truncate(size)
+    tracemalloc.start()
+    corpus = data.load("big", 256, column="")
+    tokens = corpus.split("train")
+    n = data.num_windows(tokens, 256)
+    x, y = data.get_windows(tokens, 256, np.append(data.eval_index(n, 29), n - 1))
+    assert len(data.load("x", 256, column="").sha256) == 64
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert n == (8 * 2**30 * 90 // 100 - 1) // 256 and x.shape == y.shape == (30, 256)
+    assert peak < 20e6
 
 
 # ---- splits, windows, and their order ----
@@ -2444,29 +2406,12 @@ def test_data_eval_windows():
     assert index.dtype == np.int64 and index[0] == 0 and set(np.diff(index)) == {24112, 24113}
 
 
-def test_data_memory_stays_small(cache):
-    """A corpus is never loaded."""
-    for name, size in ("big", 8 << 30), ("x/a", 64 << 20):  # without a block on the disk
-        with open(write_tree(Path(), {name: b""}) / name, "wb") as f:
-            f.truncate(size)
-    tracemalloc.start()
-    corpus = data.load("big", 256, column="")
-    tokens = corpus.split("train")
-    n = data.num_windows(tokens, 256)
-    x, y = data.get_windows(tokens, 256, np.append(data.eval_index(n, 29), n - 1))
-    assert len(data.load("x", 256, column="").sha256) == 64
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert n == (8 * 2**30 * 90 // 100 - 1) // 256 and x.shape == y.shape == (30, 256)
-    assert peak < 20e6
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Training
 
 SMALL = ["--model", "hmamba:D=32:L=2:H=2:N=4", "--data", "text.txt", "--seq", "32", "--batch", "8", "--micro", "4",
          "--steps", "8", "--eval_every", "2", "--eval_seqs", "16", "--ckpt_every", "4", "--log_every", "1"]  # fmt: skip
-RUN_FILES = {"log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"}
+RUN_FILES = {".lock", "log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -2555,7 +2500,7 @@ def steps_of(folder, kind):
 
 
 def content(folder):
-    return {p: p.is_file() and p.read_bytes() for p in Path(folder).rglob("*")}
+    return {p: p.is_file() and p.read_bytes() for p in Path(folder).rglob("[!.]*")}
 
 
 def assert_same_run(a, b):
@@ -2987,13 +2932,12 @@ def test_one_writer_a_run_folder(program, straight, cut, monkeypatch):
         with data.hold("cut"):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert f"process {child} " in Path("cut/lock").read_text()
+    assert f"process {child} " in Path("cut/.lock").read_text()
     with data.hold("cut"):
         before = content("cut")
         code, out, _ = program(train, "--resume", "cut", "--eval_only")
         assert (code, "note: no log of this result (InputError: cut is in use by" in out, "val loss" in out) == (0, True, True)
         assert content("cut") == before
-    assert not Path("cut/lock").exists()
 
 
 def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
@@ -3276,7 +3220,7 @@ def test_eval_only_judges_the_best_checkpoint(program, straight):
     shutil.copy("run/best.pt", "alone")
     out = program(train, "--resume", "alone", "--eval_only")[1]
     assert 0 <= out.find("note: no log of this result (") < out.find("val loss ")  # before what may take hours
-    assert [p.name for p in Path("alone").iterdir()] == ["best.pt"]
+    assert [p.name for p in Path("alone").glob("[!.]*")] == ["best.pt"]
     Path("alone/log.jsonl").write_text("mine\n")
     assert "note: no log of this result (" in program(train, "--resume", "alone", "--eval_only")[1]
     assert Path("alone/log.jsonl").read_text() == "mine\n"
@@ -4891,7 +4835,7 @@ def test_finished_runs_are_kept_and_tabled(program, short_tasks, no_figures, mon
     monkeypatch.setattr(tasks, "train", watched)
     sweep = ["--task", "mod3", *QUICK, "--model", "rnn, csp-fast "]
     assert program(train, *sweep)[0] == 130
-    assert [p.name for p in Path("here").iterdir()] == ["rnn-mod3-s42"]
+    assert [p.name for p in Path("here").glob("[!.]*")] == ["rnn-mod3-s42"]
     trained.append("a signal")
     assert program(tasks, *sweep, "--seeds", "41-43")[0] == 0 and trained[2:] == ["rnn"] * 2 + ["csp-fast"] * 3
     write_log(Path("here/text"), "hmamba", [8, 3])

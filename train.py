@@ -635,7 +635,7 @@ def refuse_results(folder):
     events = [e for e in map(report.parse_event, content.splitlines()) if e]
     if content[: len(header)] != header[: len(content)] or any(e["step"] > 0 for e in events):
         raise InputError(f"{folder} holds the log of a run, but no checkpoint: name another folder")
-    if not content and {path.name for path in folder.glob("*")} - {"lock", "log.jsonl"}:
+    if not content and {path.name for path in folder.glob("*")} - {".lock", "log.jsonl"}:
         raise InputError(f"--out {folder} exists and is no run: name another folder")
 
 
