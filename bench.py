@@ -16,7 +16,9 @@ times      Candidates take turns in one process, in a new random order each roun
            own events, its caches flushed before each repetition. A row that fails says why in a line.
 work       Scans: bytes that have to move. Others: floating-point operations, recomputation not counted.
 allocator  By default glibc returns large tensors to the system after every use, and page faults can take half of a
-           step. So on the CPU all is timed twice: in a process that keeps freed memory, and in one by default.
+           step, most of it in the peers. So each section runs in a process that keeps freed memory.
+peers      mambapy, transformers, accelerated-scan and flash-linear-attention (fla) by pip; on PYTHONPATH the folder of
+           nanoGPT (model), and fla/ops/simple_gla of flash-linear-attention (naive).
 """
 
 import gc
@@ -26,13 +28,13 @@ import random
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from time import strftime
 from timeit import timeit
 
 import torch
@@ -184,15 +186,12 @@ def remember(B, T, H, d, real=False, backend=None):
 
 def remember_fla(B, T, H, d, dtype=None):
     """Simple gated linear attention of flash-linear-attention: its chunked kernel, or without a dtype in PyTorch."""
-    inputs = [torch.randn(B, T, H, d, dtype=dtype) for _ in range(3)]
-    inputs.append(-F.softplus(torch.randn(B, T, H) - 3))
+    gates = -F.softplus(torch.randn(B, T, H) - 3)
     if dtype:
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        return gradients(lambda *x: chunk_simple_gla(*x, scale=1.0)[0], *inputs)
-    from naive import naive_chunk_simple_gla
-
-    return gradients(lambda *x: naive_chunk_simple_gla(*x)[0], *inputs)
+        attend = partial(import_module("fla.ops.simple_gla").chunk_simple_gla, scale=1.0)
+    else:
+        attend = import_module("naive").naive_chunk_simple_gla
+    return gradients(lambda *x: attend(*x)[0], *(torch.randn(B, T, H, d, dtype=dtype) for _ in range(3)), gates)
 
 
 def matmul(n, dtype):
@@ -337,17 +336,6 @@ SECTIONS = {"ceiling": ceiling, "scan": scan, "born": born, "phase": phase, "tra
 # Measuring
 
 
-def reason(e):
-    """Why there is no measurement, in a line."""
-    if isinstance(e, ImportError):
-        package = (e.name or str(e)).partition(".")[0].replace("_", "-")
-        where = {"model": "nanoGPT", "naive": "fla/ops/simple_gla of flash-linear-attention"}.get(package)
-        if where:
-            return f"not found (put the folder {where} on PYTHONPATH)"
-        return f"not installed (pip install {'flash-linear-attention' if package == 'fla' else package})"
-    return f"failed: {type(e).__name__}: {data.one_line(e)}"
-
-
 def timed(repetition, device):
     """Seconds. While a GPU's caches are flushed the CPU gets ahead, so that launching kernels is not timed."""
     if device.type != "cuda":
@@ -378,7 +366,8 @@ def take_turns(title, rows, device, repeats):
             memory = torch.cuda.max_memory_allocated(device) - before if cuda else None
             found[name], ready[name] = ([], work or getattr(repetition, "work", None), memory), repetition
         except Exception as e:  # noqa: BLE001  whatever it is, the others are timed
-            found[name] = reason(e)
+            missing = isinstance(e, ImportError)
+            found[name] = f"{'not installed' if missing else f'failed: {type(e).__name__}'}: {data.one_line(e)}"
 
     def one_round():
         return {name: timed(ready[name], device) for name in rng.sample(list(ready), len(ready))}
@@ -398,12 +387,9 @@ def measure(section, device, repeats):
     return [(title, unit, take_turns(title, rows, device, repeats)) for title, unit, rows in tables]
 
 
-def in_child(threads, keep_memory, function, *args):
-    """function(*args) in a fresh process. keep_memory: its allocator keeps freed memory, set before it starts."""
-    for variable, value in KEEP_MEMORY.items():
-        os.environ.pop(variable, None)
-        if keep_memory:
-            os.environ[variable] = value
+def in_child(threads, function, *args):
+    """function(*args) in a fresh process, whose allocator keeps freed memory."""
+    os.environ |= KEEP_MEMORY
     with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
         return pool.submit(function, *args).result()
 
@@ -415,25 +401,20 @@ def in_child(threads, keep_memory, function, *args):
 def tables(args, names):
     """(title, columns, rows of cells) of each table of some sections."""
     ceilings, cuda = {}, args.device.type == "cuda"
-    allocators = (False,) if cuda else (True, False)  # keep_memory of in_child
     for section in names:
-        runs = [in_child(args.threads, keep, measure, section, args.device, args.repeats) for keep in allocators]
-        for (title, unit, found), (*_, default) in zip(runs[0], runs[-1]):
+        for title, unit, found in in_child(args.threads, measure, section, args.device, args.repeats):
             columns = ["candidate", "ms (min - max)", "time / first"]
-            columns += ["ms, default allocator", "time / first"] * (not cuda)
             columns += [unit, "of ceiling"] * bool(unit) + ["GB"] * cuda
             first, rows = None, []
             for name, result in found.items():
-                failed = [r for r in (result, default[name]) if isinstance(r, str)]
-                if failed:
-                    rows.append([name, failed[0]])
+                if isinstance(result, str):
+                    rows.append([name, result])
                     continue
-                first, (times, work, memory), row = first or name, result, [name]
-                for run in (found, default)[: len(runs)]:
-                    seconds, base = run[name][0], run[first][0]
-                    ms = [1e3 * x for x in (median(seconds), min(seconds), max(seconds))]
-                    row += ["{:.2f} ({:.2f} - {:.2f})".format(*ms)]
-                    row += [f"{median(x / y for x, y in zip(seconds, base)):.2f}"]
+                times, work, memory = result
+                first = first or times
+                ms = [1e3 * x for x in (median(times), min(times), max(times))]
+                row = [name, "{:.2f} ({:.2f} - {:.2f})".format(*ms)]
+                row += [f"{median(x / y for x, y in zip(times, first)):.2f}"]
                 if unit and work:
                     rate = work / median(times) / UNITS[unit]
                     if section == "ceiling":
@@ -455,7 +436,7 @@ def machine(args):
         gpu = torch.cuda.get_device_properties(args.device)
         return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}; {text}"
     malloc = " ".join(f"{variable}={value}" for variable, value in KEEP_MEMORY.items())
-    return f"{text}, threads: {args.threads}. Timed with {malloc} except where it says default allocator."
+    return f"{text}, threads: {args.threads}, {malloc}"
 
 
 def main():
@@ -466,8 +447,7 @@ def main():
     parser.add_argument("--threads", type=int, default=1, metavar="N", help=threads)
     repeats = "rounds to time, at least, after 2 to warm up (default: %(default)s)"
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help=repeats)
-    out = "also write the output to FILE, which must be new (on a GPU: default bench-DATE-TIME.md)"
-    parser.add_argument("--out", metavar="FILE", help=out)
+    parser.add_argument("--out", metavar="FILE", help="also write the output to FILE, which must be new")
     args = parser.parse_args()
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     args.device, names = pick_device(auto if args.device == "auto" else args.device), args.sections.split(",")
@@ -480,12 +460,12 @@ def main():
         kernels.check_backend()
     except ValueError as e:
         raise InputError(str(e)) from None
-    path = args.out or (strftime("bench-%Y%m%d-%H%M%S.md") if args.device.type == "cuda" else os.devnull)
-    with explain(f"create {path}"), open(os.path.expanduser(path), "w" if path == os.devnull else "x") as out:
+    with explain(f"create {args.out}"), open(os.path.expanduser(args.out), "x") if args.out else nullcontext() as out:
 
         def say(line):
             print(line, flush=True)
-            print(line, file=out, flush=True)
+            if out:
+                print(line, file=out, flush=True)
 
         say(machine(args))
         for title, columns, rows in tables(args, names):
