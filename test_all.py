@@ -5095,7 +5095,7 @@ def test_benchmark_section(monkeypatch, section, cuda):
         assert list(found) == [name for name, *_ in rows] and unit in units.get(section, {"TFLOP/s"})
         for name, result in found.items():
             if re.search("fla|accelerated|mambapy|nanoGPT", name):
-                assert result.startswith("not installed: import of ")
+                assert result.startswith("not installed: ")
             else:
                 assert result[0] == [3, 3] and (result[1] or 0) >= 0 and result[2] is None
         if rows[0][0] == "complex_scan":  # log_decay, theta 1, b, h 2: reads 4, 4 and dh, writes h, 1, 1 and 2
