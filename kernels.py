@@ -1282,27 +1282,26 @@ if triton is not None:
             _store_pair(dh0_ptr, at_0, (c_re, c_im), mask & (t == 0)[:, None], REAL)
             h, h0 = _load_pair(h_ptr, index - C, mask & later, REAL), _load_pair(h0_ptr, batch * C + c, used, REAL)
             h_re, h_im = tl.where(later, h[0], h0[0][None, :]), tl.where(later, h[1], h0[1][None, :])
-            if REAL:
-                tl.store(dx_ptr + index, h_re * c_re, mask=mask)
-            else:
-                dlog_decay, dtheta = h_re * c_re + h_im * c_im, h_re * c_im - h_im * c_re  # conj(h_{t-1}) times that
-                if dts is None:
-                    tl.store(dx_ptr + index, dlog_decay, mask=mask)
+            dlog_decay = h_re * c_re if REAL else h_re * c_re + h_im * c_im  # conj(h_{t-1}) times that
+            dtheta = h_re * c_im - h_im * c_re
+            if dts is None:
+                tl.store(dx_ptr + index, dlog_decay, mask=mask)
+                if not REAL:
                     tl.store(dy_ptr + index, dtheta, mask=mask)
-                else:
-                    if xs is not None:  # d log sigmoid(x) / dx = sigmoid(-x)
-                        dx = dlog_decay / (1.0 + tl.exp(_load(xs, row, c, mask)))
-                        tl.store(dx_ptr + index, dx, mask=mask)
-                    dt = _load(dts, row, head, mask)
-                    shifted = _load(ys, row, c, mask) + omega
-                    phi = 0.5 * dt * shifted
-                    dphi = tl.where(mask, 2.0 * dtheta / (1.0 + phi * phi), 0.0)  # theta = 2 atan(phi)
-                    tl.store(dy_ptr + index, 0.5 * dt * dphi, mask=mask)
-                    omega_sum += tl.sum(0.5 * dt * dphi, 0)
-                    ddt = tl.sum(tl.reshape(0.5 * shifted * dphi, (TIME, CHANNELS // WIDTH, WIDTH)), 2)
-                    head_of = tl.min(tl.reshape(head, (CHANNELS // WIDTH, WIDTH)), 1)
-                    ddt_mask = ((t >= first) & (t < end))[:, None] & (head_of < H)[None, :]
-                    tl.store(ddt_ptr + row * H + head_of[None, :], ddt, mask=ddt_mask)
+            else:
+                if xs is not None:  # d log sigmoid(x) / dx = sigmoid(-x)
+                    dx = dlog_decay / (1.0 + tl.exp(_load(xs, row, c, mask)))
+                    tl.store(dx_ptr + index, dx, mask=mask)
+                dt = _load(dts, row, head, mask)
+                shifted = _load(ys, row, c, mask) + omega
+                phi = 0.5 * dt * shifted
+                dphi = tl.where(mask, 2.0 * dtheta / (1.0 + phi * phi), 0.0)  # theta = 2 atan(phi)
+                tl.store(dy_ptr + index, 0.5 * dt * dphi, mask=mask)
+                omega_sum += tl.sum(0.5 * dt * dphi, 0)
+                ddt = tl.sum(tl.reshape(0.5 * shifted * dphi, (TIME, CHANNELS // WIDTH, WIDTH)), 2)
+                head_of = tl.min(tl.reshape(head, (CHANNELS // WIDTH, WIDTH)), 1)
+                ddt_mask = ((t >= first) & (t < end))[:, None] & (head_of < H)[None, :]
+                tl.store(ddt_ptr + row * H + head_of[None, :], ddt, mask=ddt_mask)
         if dts is not None:
             tl.store(domega_ptr + (batch * segments + segment) * C + c, omega_sum, mask=used)
 
@@ -1672,6 +1671,12 @@ if triton is not None:
         return tl.load(ptr + values, mask=values_mask, other=0.0), tl.load(ptr + mass, mask=mass_mask, other=0.0)
 
     @triton.jit
+    def _born_state_of(states_ptr, g, T, chunk, COLUMNS, CHUNK):
+        """Where the state of a chunk of head g is."""
+        SIZE: constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
+        return states_ptr + (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + chunk) * SIZE
+
+    @triton.jit
     def _born_state_kernel(xs, ys, shift_ptr, floor_ptr, states_ptr, G, H, T, COLUMNS: constexpr, ROWS: constexpr,
                            WIDTH: constexpr, BLOCK: constexpr, CHUNK: constexpr):  # fmt: skip
         """What a chunk adds to a block of the state: sum_i phi(x_i) (y_i, 1)^T for keys and values. For Q and G it is
@@ -1692,10 +1697,9 @@ if triton is not None:
                 phi *= -tl.load(shift_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)[:, None]
                 dfloor += tl.load(floor_ptr + g.to(tl.int64) * T + t, mask=t < T, other=0.0)
             z += tl.sum(phi, 0)
-        SIZE: constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
-        states_ptr += (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + chunk) * SIZE
-        tl.store(states_ptr + values, S, mask=values_mask)
-        tl.store(states_ptr + mass, z + tl.where(diagonal, tl.sum(dfloor, 0), 0.0), mask=mass_mask)
+        state_ptr = _born_state_of(states_ptr, g, T, chunk, COLUMNS, CHUNK)
+        tl.store(state_ptr + values, S, mask=values_mask)
+        tl.store(state_ptr + mass, z + tl.where(diagonal, tl.sum(dfloor, 0), 0.0), mask=mass_mask)
 
     @triton.jit
     def _born_prefix_kernel(states_ptr, S_ptr, G, chunks, SIZE: constexpr, BLOCK: constexpr, REVERSE: constexpr):
@@ -1712,12 +1716,6 @@ if triton is not None:
             tl.store(pointers, S, mask=at < SIZE)
             S += more
         tl.store(states_ptr + tl.cast(chunks, tl.int64) * SIZE, S, mask=at < SIZE)
-
-    @triton.jit
-    def _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK):
-        """The state of head g for the chunk of row `start`."""
-        SIZE: constexpr = (COLUMNS // 2) * (COLUMNS // 2) * (COLUMNS + 1)
-        return states_ptr + (g.to(tl.int64) * (tl.cdiv(T, CHUNK) + 1) + start // CHUNK) * SIZE
 
     @triton.jit
     def _born_rounded(w, ptr, NEAREST):
@@ -1746,7 +1744,7 @@ if triton is not None:
         if states_ptr is not None:
             begin = start // CHUNK * CHUNK
             masses = tl.zeros((QUERIES, BLOCK * (WIDTH // 2)), tl.float32)
-            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            state_ptr = _born_state_of(states_ptr, g, T, start // CHUNK, COLUMNS, CHUNK)
             for m in range(0, COLUMNS // 2, BLOCK):
                 phi = _born_features(q, queries, start, T, m, power, COLUMNS, QUERIES, WIDTH, BLOCK)[2]
                 S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
@@ -1789,8 +1787,7 @@ if triton is not None:
         i, row = start + tl.arange(0, QUERIES), g.to(tl.int64) * T + start
         d = tl.load(d_ptr + row + tl.arange(0, QUERIES), mask=i < T, other=1.0)
         pointers, mask = _tile(_head(grads, g, H), start, T, COLUMNS, QUERIES, WIDTH)
-        grad = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / tl.abs(d)[:, None]
-        grad = _operand(grad, G_ptr)
+        grad = _operand(tl.load(pointers, mask=mask, other=0.0).to(tl.float32) / tl.abs(d)[:, None], G_ptr)
         pointers, mask = _tile((o_ptr + g.to(tl.int64) * T * COLUMNS, COLUMNS), start, T, COLUMNS, QUERIES, WIDTH)
         shift = tl.sum(grad.to(tl.float32) * tl.load(pointers, mask=mask, other=0.0), 1)
 
@@ -1806,7 +1803,7 @@ if triton is not None:
         begin = 0
         if states_ptr is not None:
             begin = start // CHUNK * CHUNK
-            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            state_ptr = _born_state_of(states_ptr, g, T, start // CHUNK, COLUMNS, CHUNK)
             for m in range(0, COLUMNS // 2, BLOCK):
                 S, z = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
                 dphi = _dot_fine(grad, tl.trans(S), queries[0]) - shift[:, None] * z[None, :]
@@ -1849,7 +1846,7 @@ if triton is not None:
         dv, end = tl.zeros((KEYS, WIDTH), tl.float32), padded
         if states_ptr is not None:
             end = tl.minimum(start // CHUNK * CHUNK + CHUNK, padded)
-            state_ptr = _born_state_of(states_ptr, g, T, start, COLUMNS, CHUNK)
+            state_ptr = _born_state_of(states_ptr, g, T, start // CHUNK, COLUMNS, CHUNK)
             for m in range(0, COLUMNS // 2, BLOCK):
                 S, _ = _born_load_state(state_ptr, m, COLUMNS, WIDTH, BLOCK)
                 phi = _born_features(k, keys, start, T, m, None, COLUMNS, KEYS, WIDTH, BLOCK)[2]
@@ -2163,9 +2160,7 @@ if triton is not None:
             for column in range(0, COLUMNS, DEPTH):
                 M = _phase_load_state(M_ptr, place, row, column, COLUMNS, DEPTH, DEPTH, REAL)
                 N = _phase_load_state(N_ptr, place, row, column, COLUMNS, DEPTH, DEPTH, REAL)
-                past += tl.sum(M[0].to(tl.float32) * N[0].to(tl.float32))
-                if not REAL:
-                    past += tl.sum(M[1].to(tl.float32) * N[1].to(tl.float32))
+                past += tl.sum(_real_part(M, N, REAL))
         past *= tl.exp(tl.sum(gate, 0))
         # Column j is about the gate after token j: it stands between i <= j and t > j.
         through = tl.cumsum(through, 1) + from_state[:, None]
