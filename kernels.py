@@ -2239,39 +2239,42 @@ _triton_phase = _operator(
 # ----------------------------------------------------------------------------------------------------------------------
 # python kernels.py
 
+CAYLEY = "delta: B T H N, dt: B T H, gate: B T H N, omega: H N, b: B T H N 2, h0: B H N 2"
+UNGATED = CAYLEY.replace(", gate: B T H N", "")
+BORN = "q: B H T N 2, k: B H T N 2, v: B H T N 2"
+MEMORY = "q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2"
+CHECKS = {  # every operation and form: a function, and the shapes of its inputs, the initial state last
+    "complex_scan": (complex_scan, "log_decay: B T C, theta: B T C, b: B T C 2, h0: B C 2"),
+    "complex_scan, real": (lambda a, *x, **k: complex_scan(a, None, *x, **k), "log_decay: B T 1, b: B T C, h0: B C"),
+    "cayley_scan": (cayley_scan, CAYLEY),
+    "cayley_scan, no gate": (lambda *x, **k: cayley_scan(*x[:2], None, *x[2:], **k), UNGATED),
+    "selective_scan": (selective_scan, "u: B T E, dt: B T E, A: E N, B: B T N, C: B T N, h0: B E N"),
+    "born_attention, quadratic": (partial(born_attention, method="quadratic"), BORN),
+    "born_attention, linear": (partial(born_attention, method="linear"), BORN),
+    "phase_memory": (phase_memory, MEMORY),
+    "phase_memory, real": (partial(phase_memory, real=True), MEMORY.replace(" 2", "")),
+}
+
+
+def check_inputs(shapes, **sizes):
+    """Typical inputs of these shapes in float64, the same in every call."""
+    inputs = []
+    for seed, (name, axes) in enumerate(_axes(shapes)):
+        size = [int(axis) if axis.isdigit() else sizes[axis] for axis in axes]
+        x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        typical = {"log_decay": -x.abs(), "log_gamma": -F.softplus(x - 2), "A": -1 - x.abs(), "dt": F.softplus(x - 3)}
+        inputs.append((typical | {"theta": 3 * x}).get(name, x))
+    return tuple(inputs)
+
 
 def check_cases():
-    """One case per operation and form: (name, function, inputs in float64)."""
-    rand = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    B, T, E, N = 2, 257, 40, 16
-
-    def scan(B, T, C):
-        return -F.softplus(rand(B, T, C)), 3 * rand(B, T, C), rand(B, T, C, 2), rand(B, C, 2)
-
-    def memory(B, d, *pair):
-        return *(rand(B, 2, T, d, *pair) for _ in range(3)), -F.softplus(rand(B, 2, T) - 2), rand(B, 2, d, d, *pair)
-
-    log_decay, *rest = scan(B, T, 48)
-    ungated = rand(B, T, 3, N), 0.1 * rand(B, T, 3).sigmoid(), rand(3, N), rand(B, T, 3, N, 2), rand(B, 3, N, 2)
-    cayley = *ungated[:2], rand(B, T, 3, N), *ungated[2:]
-    A = -torch.arange(1, N + 1).double().repeat(E, 1)
-    selective = rand(B, T, E), F.softplus(rand(B, T, E) - 2), A, rand(B, T, N), rand(B, T, N), rand(B, E, N)
-    real_memory, qkv = partial(phase_memory, real=True), memory(B, N, 2)[:3]
-    return [
-        ("complex_scan", complex_scan, (log_decay, *rest)),
-        ("complex_scan, unit modulus", complex_scan, (0 * log_decay, *rest)),
-        ("complex_scan, many sequences", complex_scan, scan(180, 100, 80)),
-        ("complex_scan, real", lambda a, *x, **k: complex_scan(a, None, *x, **k), (log_decay, rest[0], rest[0][:, 0])),
-        ("cayley_scan", cayley_scan, cayley),
-        ("cayley_scan, no gate", lambda delta, dt, *x, **k: cayley_scan(delta, dt, None, *x, **k), ungated),
-        ("selective_scan", selective_scan, selective),
-        ("born_attention, quadratic", partial(born_attention, method="quadratic"), qkv),
-        ("born_attention, linear", partial(born_attention, method="linear"), qkv),
-        ("phase_memory", phase_memory, memory(B, N, 2)),
-        ("phase_memory, real", real_memory, memory(B, N)),
-        ("phase_memory, d = 64", phase_memory, memory(1, 64, 2)),  # several blocks, as in PAM
-        ("phase_memory, real, d = 64", real_memory, memory(1, 64)),
-    ]
+    """(name, function, inputs) of every row: each of CHECKS, many sequences, and several blocks, as in PAM."""
+    usual = {"B": 2, "T": 257, "C": 48, "E": 40, "H": 3, "N": 16, "d": 16}
+    more = {"complex_scan": {"B": 180, "C": 80}, "phase_memory": {"d": 64}, "phase_memory, real": {"d": 64}}
+    for name, (function, shapes) in CHECKS.items():
+        yield name, function, check_inputs(shapes, **usual)
+        if name in more:
+            yield f"{name}, {more[name]}", function, check_inputs(shapes, **usual | more[name])
 
 
 def check_device():

@@ -93,41 +93,23 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def scan_inputs(T, n, B=2):
-    return -randn(B, T, n).abs(), 3 * randn(B, T, n, seed=1), randn(B, T, n, 2, seed=2), randn(B, n, 2, seed=3)
-
-
-def cayley_inputs(T, n, B=2):
-    delta, gate = (3 * randn(B, T, 2, n, seed=i) for i in (0, 1))
-    dt, omega = 0.1 * randn(B, T, 2, seed=2).sigmoid(), 5 * randn(2, n, seed=3)
-    return delta, dt, gate, omega, randn(B, T, 2, n, 2, seed=4), randn(B, 2, n, 2, seed=5)
-
-
-def selective_inputs(T, n, B=3):
-    E, N = n + 1, 16 if n == 600 else n
-    dt, A = F.softplus(randn(B, T, E, seed=1) - 3), -torch.arange(1, N + 1).double().repeat(E, 1)
-    return randn(B, T, E), dt, A, randn(B, T, N, seed=2), randn(B, T, N, seed=3), randn(B, E, N, seed=4)
-
-
-def born_inputs(T, n, B=1, pair=(2,)):
-    return tuple(randn(B, 2, T, n, *pair, seed=s) for s in range(3))
-
-
-def phase_inputs(T, n, B=1, pair=(2,)):
-    gates = -F.softplus(randn(B, 2, T, seed=3) - 2)
-    return *born_inputs(T, n, B, pair), gates, randn(B, 2, n, n, *pair, seed=4)
-
-
 @dataclasses.dataclass
 class Operation:
-    function: object  # (*inputs, initial state, backend=) -> (output, state)
-    inputs: object  # (T, n[, B]) -> inputs in float64, n wide; the initial state at the end, if it is a tensor
-    timed: tuple  # numbers of the inputs that have a time axis
-    axis: int = 1  # the time axis
-    stateful: bool = True  # the initial state is among the inputs
+    check: str  # its name in kernels.CHECKS
     widths: tuple = (1, 5, 16)
     floor: float = 1e-3  # what is smaller is compared with this
-    gate: int = 3  # number of the input that says how much is kept, if there is one
+
+    def __post_init__(self):
+        self.function, self.shapes = kernels.CHECKS[self.check]  # (*inputs, initial state, backend=) -> (output, state)
+        axes = [shape.split()[1:] for shape in self.shapes.split(", ")]
+        self.axis = axes[0].index("T")  # of time
+        self.timed = [i for i, x in enumerate(axes) if "T" in x]  # numbers of the inputs that have a time axis
+        self.stateful = "T" not in axes[-1]  # the initial state is among the inputs
+
+    def inputs(self, T, n, B=None):
+        """In float64, n wide, with two heads; one sequence of them, or two without heads."""
+        sizes = {"B": 3 - self.axis if B is None else B, "C": n, "d": n, "E": n + 1, "N": 16 if n == 600 else n}
+        return kernels.check_inputs(self.shapes, T=T, H=2, **sizes)
 
     def __call__(self, *inputs, backend=None, cuts=()):
         """The outputs that need comparing; with cuts, the sequence in pieces that begin at those tokens."""
@@ -144,31 +126,16 @@ class Operation:
 
 
 OPERATIONS = {
-    # 2100 channels are one chunk of time; fewer are several at once
-    "complex": Operation(kernels.complex_scan, scan_inputs, (0, 1, 2), widths=(1, 13, 2100), gate=0),
-    "real": Operation(
-        lambda log_decay, *rest, **given: kernels.complex_scan(log_decay, None, *rest, **given),
-        lambda T, n, B=2: (scan_inputs(T, 1, B)[0], scan_inputs(T, n, B)[1], randn(B, n)),  # one decay for all channels
-        (0, 1),
-        gate=0,
-    ),
-    "cayley": Operation(kernels.cayley_scan, cayley_inputs, (0, 1, 2, 4), gate=2),
-    "ungated": Operation(
-        lambda delta, dt, *rest, **given: kernels.cayley_scan(delta, dt, None, *rest, **given),
-        lambda T, n, B=2: (*cayley_inputs(T, n, B)[:2], *cayley_inputs(T, n, B)[3:]),
-        (0, 1, 3),
-    ),
-    # 601 channels of 16 states are more than one group of batch rows
-    "selective": Operation(kernels.selective_scan, selective_inputs, (0, 1, 3, 4), widths=(1, 5, 600), gate=1),
+    "complex": Operation("complex_scan", (1, 13, 2100)),  # 2100 channels are one chunk of time, fewer several at once
+    "real": Operation("complex_scan, real"),
+    "cayley": Operation("cayley_scan"),
+    "ungated": Operation("cayley_scan, no gate"),
+    "selective": Operation("selective_scan", (1, 5, 600)),  # 601 channels of 16 states: several groups of batch rows
     # floor: gradients for q and k are differences of terms of about 1, which cancel where there are few tokens
-    **{
-        method: Operation(
-            partial(kernels.born_attention, method=method), born_inputs, (0, 1, 2), 2, False, (2, 5, 16), floor=1.0
-        )
-        for method in ("quadratic", "linear")
-    },
-    "phase": Operation(kernels.phase_memory, phase_inputs, (0, 1, 2, 3), 2),
-    "memory": Operation(partial(kernels.phase_memory, real=True), partial(phase_inputs, pair=()), (0, 1, 2, 3), 2),
+    "quadratic": Operation("born_attention, quadratic", (2, 5, 16), 1.0),
+    "linear": Operation("born_attention, linear", (2, 5, 16), 1.0),
+    "phase": Operation("phase_memory"),
+    "memory": Operation("phase_memory, real"),
 }
 EACH = pytest.mark.parametrize("name", OPERATIONS)
 
@@ -260,7 +227,7 @@ def test_equals_reference(backend, name, T, n, options, monkeypatch):
     off); but Triton's Born attention and memory multiply in bfloat16."""
     operation, options = OPERATIONS[name], {"B": None, "cuts": (), "constants": {}, "dtype": torch.float32} | options
     B, cuts, constants, dtype = (options.pop(key) for key in ("B", "cuts", "constants", "dtype"))
-    inputs, device, floor = operation.inputs(T, n, **({} if B is None else {"B": B})), "cpu", operation.floor
+    inputs, device, floor = operation.inputs(T, n, B), "cpu", operation.floor
     rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(dtype, 0)
     if backend == "triton":
         small_tiles(monkeypatch, **constants)
@@ -324,13 +291,13 @@ def test_extreme_gates(backend, monkeypatch):
     if backend == "triton":
         small_tiles(monkeypatch)
         pairs = [(-200.0, 0.0)]
-    for (value, other), name in itertools.product(pairs, ("complex", "cayley", "selective", "phase", "memory")):
+    gated = {"complex": 0, "cayley": 2, "selective": 1, "phase": 3, "memory": 3}
+    for (value, other), (name, at) in itertools.product(pairs, gated.items()):
         operation, gates = OPERATIONS[name], torch.full((T,), value).double()
         gates[torch.arange(T) % 3 > 0] = value if other is None else other
         inputs = [x[:, :1] if operation.axis == 2 else x for x in operation.inputs(T, 3, 1)]  # one head
-        shape = [T if axis == operation.axis else 1 for axis in range(inputs[operation.gate].dim())]
-        gates = (-gates if name == "selective" else gates).view(shape)
-        inputs[operation.gate] = gates.expand_as(inputs[operation.gate])
+        shape = [T if axis == operation.axis else 1 for axis in range(inputs[at].dim())]
+        inputs[at] = (-gates if name == "selective" else gates).view(shape).expand_as(inputs[at])
         assert errors(operation, inputs, backend=backend) < bound(T, 4), (name, value, other)
     for scale in 1e5, 1e21:  # half a turn, almost; then squares beyond float32
         delta, *rest = OPERATIONS["ungated"].inputs(T, 2, 1)
@@ -496,8 +463,8 @@ def test_the_backend_is_what_was_asked_for(monkeypatch):
 
 @compiles
 def test_born_attention_takes_the_faster_form_in_autocasts_dtype(monkeypatch):
-    """By "auto" the linear form from a measured length on, on a GPU a counted one; never beyond its widest N. Under
-    autocast Triton's kernels multiply in bfloat16, as float16 has not the range. Without autocast, as given."""
+    """By "auto" the linear form from a measured length on, on a GPU from a counted one; never beyond its widest N.
+    Under autocast Triton's kernels multiply in bfloat16, as float16 has not the range. Without autocast, as given."""
     single, half, short = torch.float32, torch.float16, torch.bfloat16
     for device, T, N, method, expected in [
         ("cpu", 383, 2, "auto", ("born_sum", False)), ("cpu", 384, 2, "auto", ("born_sum", True)),
@@ -530,7 +497,7 @@ def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monk
     assert not kernels.check_device()
     first, second, *lines = capsys.readouterr().out.splitlines()[5:]
     assert "FAILED: RuntimeError: no compiler found" in first and second.endswith("| FAILED |")
-    assert len(lines) == 13 and all("e-0" in line and "FAILED" not in line for line in lines)
+    assert len(lines) == 12 and all("e-0" in line and "FAILED" not in line for line in lines)
 
 
 @pytest.mark.slow
@@ -545,7 +512,7 @@ def test_kernels_import_and_compute_where_their_compiler_is_missing():
 
 def test_cayley_transition_is_eq_1_in_one_dimension():
     """One step from psi = 1 without input is sigmoid(gate) (1 + i phi) / (1 - i phi), phi = dt / 2 (delta + omega)."""
-    delta, dt, gate, omega, b, _ = cayley_inputs(1, 5, 1)
+    delta, dt, gate, omega, b, _ = OPERATIONS["cayley"].inputs(1, 5, 1)
     phi = 0.5 * dt.unsqueeze(-1) * (delta + omega)
     expected = gate.sigmoid() * (1 + 1j * phi) / (1 - 1j * phi)
     one = torch.tensor([1.0, 0.0]).double().expand(1, 2, 5, 2)
@@ -556,7 +523,7 @@ def test_cayley_transition_is_eq_1_in_one_dimension():
 
 def test_clamped_scan_is_algorithm_2_and_where_it_departs():
     """QS Algorithm 2: equal to the recurrence while a chunk's log-decays sum to more than -30, far off beyond."""
-    _, theta, b, h0 = scan_inputs(200, 4)
+    _, theta, b, h0 = OPERATIONS["complex"].inputs(200, 4)
     for gate, least, most in (0.9, 0, 1e-12), (0.63, 0, 1e-3), (0.5, 0.5, 9):  # 64 log 0.63 = -29.6; 64 log 0.5 = -44
         log_decay = torch.full_like(theta, math.log(gate))
         exact = kernels.complex_scan(log_decay, theta, b, h0, backend="reference")[0]
@@ -583,7 +550,7 @@ def test_born_attention_at_extreme_scores(backend, method, monkeypatch):
         given = (x.float().to(KERNEL_DEVICE if backend == "triton" else "cpu") for x in (q, k, v))
         return operation(*given, backend=backend)[0].cpu().double()
 
-    q, k, v = (x[:, :1] for x in born_inputs(T, 4))
+    q, k, v = (x[:, :1] for x in operation.inputs(T, 4))
     exact = kernels.born_attention_reference(q, k, v)
     for q_scale, k_scale in (1e-12, 1), (1e12, 1), (1, 1e-12), (1, 1e12):  # eq. 5 does not depend on them
         torch.testing.assert_close(o(q_scale * q, k_scale * k), exact, atol=2e-5, rtol=0)
@@ -661,7 +628,7 @@ def test_born_state_is_small_and_the_sum_it_says():
     """However the past was cut, S, whose size stays the same, and the newest tokens are equal. The reference and the
     torch path go on from each other's states."""
     for dtype, atol in (torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 1e-4):
-        inputs = [x.to(dtype) for x in born_inputs(200, 3)]
+        inputs = [x.to(dtype) for x in OPERATIONS["linear"].inputs(200, 3)]
         whole, (expected, *_) = in_pieces(inputs, (), "reference")[0], in_pieces(inputs, (), "torch")[1]
         for cuts in (64, 128, 192), (100,), tuple(range(1, 200)):
             S, k, v = in_pieces(inputs, cuts, "torch")[1]
@@ -712,7 +679,7 @@ def test_retrieval_with_orthogonal_keys_is_lossless():
 
 def test_temperature_cancels():
     """QS eq. 5: D tau_i divides numerator and denominator alike. Output unchanged, gradient zero."""
-    q, k, v = born_inputs(20, 4)
+    q, k, v = OPERATIONS["linear"].inputs(20, 4)
     tau = (1 + randn(1, 2, 20, seed=9).square()).requires_grad_()
     q_c, k_c, v_c = (torch.view_as_complex(x) for x in (q, k, v))
     s = ((q_c.conj() @ k_c.mT).abs().square() / (4 * tau.unsqueeze(-1))).tril()  # line 1, as printed
@@ -749,7 +716,7 @@ def test_two_state_interference(method):
 def test_triton_half_precision_at_extremes(monkeypatch):
     """One token; a key above all others; rows of zeros; values, states and gradients beyond the range of float16."""
     small_tiles(monkeypatch)
-    q, k, v, log_gamma = (x[:, :1] for x in phase_inputs(20, 3)[:4])
+    q, k, v, log_gamma = (x[:, :1] for x in OPERATIONS["phase"].inputs(20, 3)[:4])
     above, no_q, no_k, late = k.clone(), q.clone(), k.clone(), k.clone()
     above[:, :, 3] *= 1e4
     no_q[:, :, 4:9] = no_k[:, :, 6:] = late[:, :, :9] = 0
@@ -796,7 +763,7 @@ def test_triton_reads_views_where_they_lie(monkeypatch):
 def test_triton_born_hands_over_its_state(monkeypatch):
     """From Triton to torch and back, folded, or with gradients not yet; S as in the torch path, however it was cut."""
     small_tiles(monkeypatch, BORN_SPAN=64)
-    q, k, v = inputs = [x[:, :1].float().to(KERNEL_DEVICE) for x in born_inputs(80, 3)]
+    q, k, v = inputs = [x[:, :1].float().to(KERNEL_DEVICE) for x in OPERATIONS["linear"].inputs(80, 3)]
     _, (S, *rest) = kernels.born_attention(*inputs, method="linear", backend="torch")
     for cuts in (), (64, 65):
         _, state = in_pieces(inputs, cuts, "triton", method="linear")
@@ -808,8 +775,8 @@ def test_triton_born_hands_over_its_state(monkeypatch):
         assert torch.equal(after[0], given[0]) and after[1].shape[2] == given[1].shape[2] + 1
         runs.append((o, *torch.autograd.grad(o.sin().sum(), given)))
     torch.testing.assert_close(*runs, atol=1e-6, rtol=1e-4)
-    function = partial(OPERATIONS["quadratic"], cuts=(20,))
-    assert errors(function, [x[:, :1] for x in born_inputs(30, 3)], backend="triton", floor=1.0) < bound(30, 3)
+    function, short = partial(OPERATIONS["quadratic"], cuts=(20,)), [x[:, :, :30].double().cpu() for x in inputs]
+    assert errors(function, short, backend="triton", floor=1.0) < bound(30, 3)
     with torch.autocast(KERNEL_DEVICE, torch.float16):  # whose range float32 numbers may leave
         o, state = kernels.born_attention(q, 1e5 * k, v, backend="triton")
     _, expected = kernels.born_attention(q, 1e5 * k, v, backend="torch")
