@@ -146,8 +146,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     """
     _expect_one_of("method", method, "exact", "clamped")
     tensors = delta, dt, gate, omega, b, h0
-    shapes = "delta: B T H N, dt: B T H, gate: B T H N, omega: H N, b: B T H N 2, h0: B H N 2"
-    B, T, H, N = _check(shapes, *tensors)
+    B, T, H, N = _check(CAYLEY, *tensors)
     backend, dtype = ("torch", _compute_dtype(*tensors)) if method == "clamped" else _pick(backend, *tensors)
     if backend == "triton":
         h0 = b.new_zeros(B, H, N, 2, dtype=dtype) if h0 is None else h0.to(dtype)
@@ -198,7 +197,7 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
         ValueError: as complex_scan.
     """
     tensors = u, dt, A, B, C, h0
-    batch, T, E, N = _check("u: B T E, dt: B T E, A: E N, B: B T N, C: B T N, h0: B E N", *tensors)
+    batch, T, E, N = _check(SELECTIVE, *tensors)
     backend, dtype = _pick(backend, *tensors)
     if backend == "reference":
         y, hT = selective_scan_reference(*tensors)
@@ -272,7 +271,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         ValueError: as complex_scan.
     """
     _expect_one_of("method", method, "auto", "quadratic", "linear")
-    B, H, T, N = _check("q: B H T N 2, k: B H T N 2, v: B H T N 2", q, k, v, one_dtype=True)
+    B, H, T, N = _check(BORN, q, k, v, one_dtype=True)
     backend, dtype = _pick(backend, q, k, v)
     S, all_k, all_v = None, k.to(dtype), v.to(dtype)  # the state keeps what autocast would round
     if state is not None:
@@ -351,8 +350,7 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         ValueError: as complex_scan.
     """
     tensors = q, k, v, log_gamma, state
-    shapes = "q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2"
-    B, H, T, d = _check(shapes.replace(" 2", "") if real else shapes, *tensors)
+    B, H, T, d = _check(MEMORY.replace(" 2", "") if real else MEMORY, *tensors)
     one_token = T == 1 and backend is None and check_backend() is None
     backend, dtype = _pick(backend, *tensors, more=("dual",))
     if backend == "reference":
@@ -406,6 +404,13 @@ def _pick(backend, *tensors, more=()):
         needed = "Triton and CUDA tensors (or TRITON_INTERPRET=1), none of float64"
         raise ValueError(f"backend='triton' needs {needed}; here: {here}")
     return backend, dtype
+
+
+CAYLEY = "delta: B T H N, dt: B T H, gate: B T H N, omega: H N, b: B T H N 2, h0: B H N 2"
+UNGATED = CAYLEY.replace(" gate: B T H N,", "")
+SELECTIVE = "u: B T E, dt: B T E, A: E N, B: B T N, C: B T N, h0: B E N"
+BORN = "q: B H T N 2, k: B H T N 2, v: B H T N 2"
+MEMORY = "q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2"
 
 
 @cache
@@ -2239,16 +2244,12 @@ _triton_phase = _operator(
 # ----------------------------------------------------------------------------------------------------------------------
 # python kernels.py
 
-CAYLEY = "delta: B T H N, dt: B T H, gate: B T H N, omega: H N, b: B T H N 2, h0: B H N 2"
-UNGATED = CAYLEY.replace(", gate: B T H N", "")
-BORN = "q: B H T N 2, k: B H T N 2, v: B H T N 2"
-MEMORY = "q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2"
 CHECKS = {  # every operation and form: a function, and the shapes of its inputs, the initial state last
     "complex_scan": (complex_scan, "log_decay: B T C, theta: B T C, b: B T C 2, h0: B C 2"),
     "complex_scan, real": (lambda a, *x, **k: complex_scan(a, None, *x, **k), "log_decay: B T 1, b: B T C, h0: B C"),
     "cayley_scan": (cayley_scan, CAYLEY),
     "cayley_scan, no gate": (lambda *x, **k: cayley_scan(*x[:2], None, *x[2:], **k), UNGATED),
-    "selective_scan": (selective_scan, "u: B T E, dt: B T E, A: E N, B: B T N, C: B T N, h0: B E N"),
+    "selective_scan": (selective_scan, SELECTIVE),
     "born_attention, quadratic": (partial(born_attention, method="quadratic"), BORN),
     "born_attention, linear": (partial(born_attention, method="linear"), BORN),
     "phase_memory": (phase_memory, MEMORY),
