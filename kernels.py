@@ -350,15 +350,15 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         ValueError: as complex_scan.
     """
     tensors = q, k, v, log_gamma, state
-    B, H, T, d = _check(MEMORY.replace(" 2", "") if real else MEMORY, *tensors)
+    B, H, T, d = _check(REAL_MEMORY if real else MEMORY, *tensors)
     one_token = T == 1 and backend is None and check_backend() is None
-    backend, dtype = _pick(backend, *tensors, more=("dual",))
+    backend, dtype = _pick("torch" if one_token else backend, *tensors, more=("dual",))
     if backend == "reference":
         return _in_dtype(dtype, *phase_memory_reference(*tensors, real))
     if backend == "dual":
         return phase_memory_dual(*tensors, real), None
     S = q.new_zeros(B, H, d, *q.shape[3:], dtype=dtype) if state is None else state.to(dtype)
-    if backend == "triton" and not one_token:
+    if backend == "triton":
         if not q.dtype == k.dtype == v.dtype:
             q, k, v = _in_dtype(torch.float32, q, k, v)
         return _triton_phase(*_autocast(q, k, v), log_gamma, S.contiguous(), real)[:2]
@@ -406,11 +406,13 @@ def _pick(backend, *tensors, more=()):
     return backend, dtype
 
 
+# Names and axes of what the operations take, in their order
 CAYLEY = "delta: B T H N, dt: B T H, gate: B T H N, omega: H N, b: B T H N 2, h0: B H N 2"
 UNGATED = CAYLEY.replace(" gate: B T H N,", "")
 SELECTIVE = "u: B T E, dt: B T E, A: E N, B: B T N, C: B T N, h0: B E N"
 BORN = "q: B H T N 2, k: B H T N 2, v: B H T N 2"
 MEMORY = "q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2"
+REAL_MEMORY = MEMORY.replace(" 2", "")
 
 
 @cache
@@ -2253,7 +2255,7 @@ CHECKS = {  # every operation and form: a function, and the shapes of its inputs
     "born_attention, quadratic": (partial(born_attention, method="quadratic"), BORN),
     "born_attention, linear": (partial(born_attention, method="linear"), BORN),
     "phase_memory": (phase_memory, MEMORY),
-    "phase_memory, real": (partial(phase_memory, real=True), MEMORY.replace(" 2", "")),
+    "phase_memory, real": (partial(phase_memory, real=True), REAL_MEMORY),
 }
 
 
