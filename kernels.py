@@ -340,10 +340,10 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
         log_gamma: (B, H, T), log of the decay, <= 0; -inf forgets all.
         state: S before the first token, (B, H, d, d, 2) or (B, H, d, d), indexed [v, k]; None is zero.
         real: a real memory, PAM's ablation SAM: k^* is k.
-        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above; "dual" (the
-            paper's O(T^2) form, no state out). What Triton multiplies in bfloat16 (see above; with it the states that
-            it reads) costs about 2e-3 of the largest y, and of the largest S, at d = 64 and T = 1024. If q, k and v
-            differ in dtype, it multiplies in float32.
+        backend: None, "torch" and "triton" (chunks, O(T)) or "reference" (complex128 loop), as above, but that None
+            takes one token by eq. 6 itself; "dual" (the paper's O(T^2) form, no state out). What Triton multiplies in
+            bfloat16 (see above; with it the states that it reads) costs about 2e-3 of the largest y, and of the
+            largest S, at d = 64 and T = 1024. If q, k and v differ in dtype, it multiplies in float32.
     Returns:
         (y, S): y in v's shape; the state after the last token, None for "dual"; float32 (float64 if an input is).
     Raises:

@@ -815,22 +815,9 @@ def test_triton_in_models(spec, monkeypatch):
     torch._dynamo.reset()
 
 
-# Shapes of the papers' models, one sequence; and which inputs are float32 whatever the others are, as in the models.
-COMPILED = [
-    (kernels.complex_scan, ((1, 1024, 256), (1, 1024, 256), (1, 1024, 256, 2)), ()),
-    (OPERATIONS["real"].function, ((1, 1024, 512),) * 2, ()),
-    (kernels.cayley_scan, ((1, 99, 16, 16), (1, 99, 16), (1, 99, 16, 16), (16, 16), (1, 99, 16, 16, 2)), (1, 3)),
-    (kernels.selective_scan, ((1, 1024, 2048), (1, 1024, 2048), (2048, 16), (1, 1024, 16), (1, 1024, 16)), (1, 2)),
-    (OPERATIONS["quadratic"].function, ((1, 16, 1024, 16, 2),) * 3, ()),
-    (OPERATIONS["linear"].function, ((1, 16, 1024, 16, 2),) * 3, ()),
-    (kernels.phase_memory, (*((1, 6, 1024, 64, 2),) * 3, (1, 6, 1024), (1, 6, 64, 64, 2)), (3, 4)),
-    (partial(kernels.phase_memory, real=True), (*((1, 6, 1024, 64),) * 3, (1, 6, 1024), (1, 6, 64, 64)), (3, 4)),
-]
-
-
 def print_resources():
-    """Of every launch of COMPILED, forward and backward, compiled without a GPU: registers, bytes of stack, local and
-    shared memory, tensor core products."""
+    """Of every launch at sizes of the papers' models, forward and backward, compiled without a GPU: registers, bytes of
+    stack, local and shared memory, tensor core products."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -843,9 +830,11 @@ def print_resources():
 
     os.environ["TRITON_INTERPRET"] = "1"  # lets CPU tensors through; the kernels are compiled all the same
     kernels._launch = record
-    for dtype, (function, shapes, float32) in itertools.product((torch.float32, torch.bfloat16), COMPILED):
-        dtypes = [torch.float32 if i in float32 else dtype for i in range(len(shapes))]
-        leaves = [torch.zeros(shape, dtype=d, requires_grad=True) for shape, d in zip(shapes, dtypes)]
+    sizes = {"B": 1, "T": 1024, "C": 256, "E": 2048, "H": 16, "N": 16, "d": 64}
+    for dtype, (function, shapes) in itertools.product((torch.float32, torch.bfloat16), kernels.CHECKS.values()):
+        leaves = kernels.check_inputs(shapes, **sizes)
+        single = [named.split(":")[0] in "A dt omega log_gamma state h0".split() for named in shapes.split(", ")]
+        leaves = [x.to(torch.float32 if y else dtype).requires_grad_() for x, y in zip(leaves, single)]
         function(*leaves, backend="triton")[0].sum().backward()
     del os.environ["TRITON_INTERPRET"]
     for (dtype, kernel, args, constants), target in itertools.product(found.values(), (80, 90)):
