@@ -2273,7 +2273,8 @@ def check_inputs(shapes, **sizes):
 def check_cases():
     """(name, function, inputs) of every row: each of CHECKS, many sequences, and several blocks, as in PAM."""
     usual = {"B": 2, "T": 257, "C": 48, "E": 40, "H": 3, "N": 16, "d": 16}
-    more = {"complex_scan": {"B": 180, "C": 80}, "phase_memory": {"d": 64}, "phase_memory, real": {"d": 64}}
+    wide = {"B": 1, "d": 64}
+    more = {"complex_scan": {"B": 180, "T": 100, "C": 80}, "phase_memory": wide, "phase_memory, real": wide}
     for name, (function, shapes) in CHECKS.items():
         yield name, function, check_inputs(shapes, **usual)
         if name in more:
