@@ -6,8 +6,8 @@
     python data.py FILE --column content    of a parquet or JSON lines file another column than `text`
     python data.py owt --verify             compares size and hash with what was prepared
 
-corpus    one flat file of tokens (bytes: 256 of them), memory-mapped. It is made whole or not at all, in a folder where
-          meta.json records how far that came
+corpus    one flat file of tokens (bytes: 256 of them), memory-mapped. It is made whole or not at all, in a folder of its
+          own beside its record, meta.json
 file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
           it. Its first 64 kB show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
 folder    its files, sorted by path. Hidden names, caches, links, folders of runs and what holds no text are left out

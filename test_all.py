@@ -2044,11 +2044,13 @@ def toy_recipe(hub, **changes):
 
 @pytest.fixture
 def toy(hub, cache, monkeypatch):
-    """A named corpus of two shards on the hub, cut within the second. Returns the bytes that it has to become."""
+    """A named corpus of three shards on the hub, cut within the second. Returns the bytes that it has to become."""
     docs = [documents(400, seed=i) for i in range(2)]
     hub.files.update(zip(SHARDS, map(parquet, docs)))
     ends = np.cumsum([len(d) + 2 for texts in docs for d in texts])
-    monkeypatch.setitem(data.NAMED, "toy", toy_recipe(hub, cut=int(ends[600]) + 1))
+    recipe = toy_recipe(hub, cut=int(ends[600]) + 1)
+    never = data.Source(f"{hub.url}/needed", 9, "0" * 64)
+    monkeypatch.setitem(data.NAMED, "toy", dataclasses.replace(recipe, sources=(*recipe.sources, never)))
     return joined(d for texts in docs for d in texts)[: ends[600]]
 
 
