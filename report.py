@@ -193,20 +193,15 @@ PAPER_RATIOS = {"5m": 2.18, "100m": 1.36}
 # ----------------------------------------------------------------------------------------------------------------------
 # Statistics, tables, figures
 
-# Two-sided 95 % quantiles of Student's t for 1 ... 30 degrees of freedom.
+# Two-sided 95 % quantiles of Student's t for 1 ... 30 degrees of freedom; for more the last one is up to 4 % too large.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
        2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-
-
-def t95(freedom):
-    """The 97.5 % quantile of Student's t, up to 4 % too large beyond 30 degrees of freedom."""
-    return T95[min(freedom, len(T95)) - 1]
 
 
 def mean_interval(values):
     """Mean and half-width of its 95 % confidence interval (Student's t); the half-width is None for a single value."""
     n, mean = len(values), statistics.fmean(values)
-    return mean, t95(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    return mean, np.interp(n - 1, range(1, 31), T95) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
 
 
 def mean_ratio(both):
@@ -291,8 +286,6 @@ COLOURS = {
 COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # real model -> its complex realization
 FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
 REAL = {*COMPLEX, "rnn", "signed-mamba", "decoder"}
-LIGHT = (0.35, 0.45, 0.55, 0.7)  # lightness of models with options
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9,
          "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 150}  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
@@ -309,7 +302,7 @@ def style(label):
     if not options:
         return {"color": COLOURS[name], "ls": "--" if real else "-"}
     hue, light, full = colorsys.rgb_to_hls(*(int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5)))
-    turn, light = (code % 7 - 3) / 12, LIGHT[code // 7 % 4]
+    turn, light = (code % 7 - 3) / 12, (0.35, 0.45, 0.55, 0.7)[code // 7 % 4]
     dashes = ((3, 1, 1, 1), (1, 1)) if real else ((7, 1), (12, 1, 2, 1))
     return {"color": colorsys.hls_to_rgb((hue + turn) % 1, light, 0.6 * full), "ls": (0, dashes[code // 28 % 2])}
 
@@ -701,7 +694,7 @@ def plot_overlay(groups, path):
     for shared, models in groups:
         for label, (look, curves) in lines_of(models, curve, ms=4, markevery=0.1).items():
             label = ", ".join(filter(None, [label, kind_text(shared)]))
-            mark = MARKERS[marks.setdefault(label.partition(", ")[2], len(marks)) % len(MARKERS)]
+            mark = "os^DvPX<>*"[marks.setdefault(label.partition(", ")[2], len(marks)) % 10]
             lines.setdefault(f"loss, {unit(shared['tokens'])}", {})[label] = look | {"marker": mark}, curves
     title = "Validation loss; the first fall is cut off"
     with figure(path, title, lines, height=3.4, xlabel="optimization step", sharey=False) as axes:
@@ -923,14 +916,15 @@ def crossing(first, second, freedom):
     """(N, y) at which two power laws (a, b, error of b) meet; None if 0 lies in the 95 % interval of the difference of
     their slopes. freedom: degrees of freedom of both, points minus 4."""
     (a, b, error), (c, d, other) = first, second
-    if freedom > 0 and abs(b - d) > t95(freedom) * math.hypot(error, other):  # nan: of two points
+    half = np.interp(freedom, range(1, 31), T95) * math.hypot(error, other)  # nan: of two points
+    if freedom > 0 and abs(b - d) > half:
         x = (c - a) / (b - d)
         return 10**x, 10 ** (a + b * x)
     return None
 
 
 def power_laws(groups):
-    """Of models with runs of several sizes: {quantity: {model: ([N], [mean], [standard deviation], power_law)}}."""
+    """Of models with runs of several sizes: {quantity: {model: ([N], [mean], [deviation], power_law, text)}}."""
     found, laws = {}, {}
     for label, runs in (item for _, models in groups for item in models.items()):
         model, options = split_label(label)
@@ -942,24 +936,22 @@ def power_laws(groups):
             for quantity, scale in (("loss", float), ("perplexity", math.exp)):
                 points = sorted((n, *late_metric(map(scale, late))) for n, late in found[name])
                 sizes, means, sigmas = zip(*points)
-                laws.setdefault(quantity, {})[name] = sizes, means, sigmas, power_law(sizes, means)
+                law = power_law(sizes, means)
+                slope = f"{law[1]:.3f} +- {law[2]:.3f}"
+                laws.setdefault(quantity, {})[name] = sizes, means, sigmas, law, slope
     return laws
-
-
-def slope_text(law):
-    return f"{law[1]:.3f} +- {law[2]:.3f}"
 
 
 def scaling_table(laws):
     rows, first = [], next(iter(laws["loss"]))
     for quantity, models in laws.items():
         paper = PAPER_FITS[quantity]
-        for name, (sizes, *_, law) in models.items():
+        for name, (sizes, _, _, law, slope) in models.items():
             freedom = len(models[first][0]) + len(sizes) - 4
-            met = crossing(models[first][-1], law, freedom) if name != first else None
+            met = crossing(models[first][3], law, freedom) if name != first else None
             place = f"{met[0]:.2g} ({met[1]:.3g})" if met else "-"
             place += " *{:.2g} ({})*".format(*paper["crossing"]) * ((first, name) == ("pam", "sam"))
-            slope = slope_text(law) + (f" *{paper[name]}*" if name in paper else "")
+            slope += f" *{paper[name]}*" if name in paper else ""
             rows.append([quantity, name, len(sizes), len({*sizes}), slope, place])
     note = ("Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there "
             "is no crossing. *Italics: the paper's, of GPT-2's tokens.*")  # fmt: skip
@@ -972,10 +964,10 @@ def plot_scaling(laws, path):
     title, ylabel = "Late-epoch loss and perplexity by parameters, a point a run", ("loss, nats", "perplexity")
     with figure(path, title, ["", ""], 1, 3, "parameters", ylabel, sharey=False) as axes:
         for ax, (quantity, models) in zip(axes, laws.items()):
-            for i, (name, (sizes, means, sigmas, law)) in enumerate(models.items()):
+            for i, (name, (sizes, means, sigmas, law, slope)) in enumerate(models.items()):
                 colour, ends = style(name)["color"], [sizes[0], sizes[-1]]
                 beside = [n * 1.012 ** (4 * i + sizes[:k].count(n)) for k, n in enumerate(sizes)]
-                name = f"{name}, {quantity}: slope {slope_text(law)}"
+                name = f"{name}, {quantity}: slope {slope}"
                 ax.errorbar(beside, means, sigmas, fmt="^*os"[i % 4], color=colour, ms=5, lw=0.8, capsize=2, label=name)
                 ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
             ax.set_yscale("log")
@@ -1011,10 +1003,11 @@ def accuracies(events):
     return {e["length"]: e["acc"] for e in events if e["event"] == "eval"}
 
 
-def task_tables(logs):
+def task_tables(groups):
     """Markdown: accuracy by length with the paper's (CSP tables 1-4), spread over seeds (table 5), paired differences,
     every seed, and the rotation that CSP learnt for each symbol."""
-    groups, s, paired_rows, spread, every_seed, angles = group_tasks(logs), logs[0][0]["settings"], {}, [], {}, []
+    logs = [events for models in groups.values() for runs in models.values() for events in runs.values()]
+    s, paired_rows, spread, every_seed, angles = logs[0][0]["settings"], {}, [], {}, []
     lengths, longest = s["lengths"], s["lengths"][-1]
     at_length = {f"L={n}": over_seeds(lambda events, n=n: accuracies(events)[n], 3) for n in lengths}
     text = [
@@ -1114,10 +1107,12 @@ def plot_dynamics(groups, path):
         axes[0].set_yscale("log")
 
 
-def task_figures(groups):
-    """{file name: function that draws it into a path} of group_tasks."""
+def task_report(logs):
+    """(tables, {file name: function that draws it into a path})."""
+    groups = group_tasks(logs)
     figures = {f"{run_name('lengths', task)}.png": partial(plot_lengths, task, runs) for task, runs in groups.items()}
-    return figures | {"seeds.png": partial(plot_seeds, groups), "dynamics.png": partial(plot_dynamics, groups)}
+    figures |= {"seeds.png": partial(plot_seeds, groups), "dynamics.png": partial(plot_dynamics, groups)}
+    return task_tables(groups), figures
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1147,7 +1142,6 @@ def main():
     tasks, *both = {"task" in events[0]["settings"] for events in by_path.values()}
     if both or (tasks and args.forest):
         raise InputError("logs of tasks.py go neither into one report with those of train.py, nor into --forest")
-    logs = [*by_path.values()]
     if args.forest:
         if not one_figure:
             raise InputError("--forest draws one figure: name it, such as --out forest.png")
@@ -1155,7 +1149,7 @@ def main():
         text, figures = "", {target.name: partial(plot_forest, folders)}
     else:
         try:
-            text, figures = (task_tables(logs), task_figures(group_tasks(logs))) if tasks else training_report(logs)
+            text, figures = (task_report if tasks else training_report)([*by_path.values()])
         except KeyError as e:
             raise InputError(f"a log lacks {e}: it is of another version of train.py or tasks.py") from None
     if one_figure and not args.forest:

@@ -417,9 +417,9 @@ def main():
         alike = report.protocol([{"settings": asdict(groups[0][0])}])
         logs = [report.read_log(path) for path in sorted(out.glob("*/log.jsonl"))]
         logs = [events for events in logs if events[-1]["event"] == "final" and report.protocol(events) == alike]
-        text = report.task_tables(logs)
+        text, figures = report.task_report(logs)
         shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
-        report.show_report(shown, report.task_figures(report.group_tasks(logs)), out, text)
+        report.show_report(shown, figures, out, text)
 
 
 if __name__ == "__main__":

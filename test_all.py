@@ -4261,7 +4261,8 @@ def test_phases_over_a_text(program, drawn, tmp_path):
 @pytest.fixture
 def merges(cache, monkeypatch):
     """tiktoken's GPT-2 with eight merges in place of 50,000, so that no network is needed."""
-    tiktoken = pytest.importorskip("tiktoken")
+    import tiktoken
+
     pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     ranks = [*(bytes([b]) for b in range(256)), b"th", b"the", b" the", b" a", b"\n\n", b" s", b" g", b" o"]
     ranks = {merged: i for i, merged in enumerate(ranks)}
@@ -4290,17 +4291,14 @@ def test_codec(merges, monkeypatch):
         data.codec(300)
 
 
-@pytest.mark.parametrize("place", [None, "mine"])
-def test_gpt2_without_a_network(place, program, monkeypatch):
+def test_gpt2_without_a_network(program, monkeypatch):
     """One line that says where tiktoken looks for its files: in our cache folder, unless another is set."""
-    pytest.importorskip("tiktoken")
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     monkeypatch.setattr("tiktoken.load.read_file", partial(raise_error, OSError("no network")))
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "mine")
-    if not place:
-        monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
-    done = program(data, "text.txt", "--tokens", "gpt2")
-    assert_refused(done, f"(no network): without a network copy {place or data.cache_dir() / 'gpt2'} from a machine")
+    for place in ("mine", ""):
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", place) if place else monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
+        done = program(data, "text.txt", "--tokens", "gpt2")
+        assert_refused(done, f"(no network): without a network copy {place or data.cache_dir() / 'gpt2'} from a machine")
 
 
 LINES = ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。\n", "🙂 🙂🙂\n", "a\n" + " " * 3000,
