@@ -3873,7 +3873,7 @@ def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
     tasks_of, pairs_of = {}, {}
     for name, y in (("first", 0.5), ("second", 0.9), ("third", 0.2)):
         tasks_of[name] = {"rnn": {1: [{"event": "eval", "length": 64, "acc": y}]}}
-        pairs_of[name] = {"n": 2, "phase": torch.zeros(2), "coherence": torch.full((2,), y), "shuffled": [0.1]}
+        pairs_of[name] = {"n": 2, "phase": torch.zeros(2), "coherence": torch.full((2,), y), "shuffled": [(0.1, 0.1)]}
     report.plot_seeds(tasks_of | {"parity": tasks_of["first"]}, tmp_path / "seeds.png")
     diagnose.plot_coherence(pairs_of, tmp_path / "coherence.png")
     for low, high in (ax.get_ylim() for axes in drawn.values() for ax in axes):
