@@ -345,6 +345,7 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
             fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
         with explain(f"write {path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
+            path = Path(path)  # README's example gives a name
             path.parent.mkdir(parents=True, exist_ok=True)
             fig.savefig(path)
             if path.suffix.lower() == ".png":  # a third of the bytes
