@@ -2278,7 +2278,8 @@ def check_cases():
     for name, (function, shapes) in CHECKS.items():
         yield name, function, check_inputs(shapes, **usual)
         if name in more:
-            yield f"{name}, {more[name]}", function, check_inputs(shapes, **usual | more[name])
+            sizes = ", ".join(f"{axis} = {n}" for axis, n in more[name].items())
+            yield f"{name}, {sizes}", function, check_inputs(shapes, **usual | more[name])
 
 
 def check_device():
