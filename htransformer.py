@@ -161,7 +161,7 @@ def softmax_attention(q, k, v, cache):
 
 
 class HTransformerBlock(nn.Module):
-    """The shared block of QS 5.7, as in H-Mamba, around attention: norm, in_proj into a signal and a gate branch, causal
+    """The shared block of QS 5.7, as in H-Mamba, around attention: norm, in_proj to a signal and a gate branch, causal
     convolution and SiLU, param_proj to q, k, v, tau, attention, readout, back_proj, gate, out_proj, residual."""
 
     def __init__(self, c):
@@ -390,7 +390,7 @@ class Transformer(HTransformer):
 
 
 def matched_width(config):
-    """Hidden width of the feed-forward layer that brings Transformer nearest to the H-Transformer of its D, L, H and N."""
+    """Hidden width of the feed-forward layer that brings Transformer nearest to H-Transformer of the same config."""
     with torch.device("meta"):  # counts only: nothing is allocated
         complex_block = HTransformerBlock(HTransformerConfig(D=config.D, L=config.L, H=config.H, N=config.N))
         real_block = TransformerBlock(replace(config, mlp=1))
