@@ -33,8 +33,8 @@ import torch.nn.functional as F
 import hmamba
 import htransformer
 import pam
-from data import (GPT2_VOCAB, InputError, Parser, codec, command_line, explain, hash_file, is_out_of_memory, note,
-                  one_line, progress, replace_file)  # fmt: skip
+from data import (GPT2_VOCAB, InputError, Parser, codec, command_line, hash_file, is_out_of_memory, note, one_line,
+                  progress, replace_file)  # fmt: skip
 from report import markdown
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
