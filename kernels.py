@@ -891,43 +891,43 @@ def born_fold(state):
 
 
 # ---- phase_memory ----
-# Complex products are real ones: a row vector of n pairs is one of 2n reals, and as its factor a matrix X gets the rows
-# of iX between its own (`_rows`). A real memory takes the same path with the rows as they are.
+# Complex products are real ones. A row of n complex numbers is one of 2n reals, the real parts first. `_rows` of X is
+# [X; iX], with the rows of iX below those of X; its adjoint, `_fold` of [X; Y], is X - iY. Then, in real products,
+#     Q M = Q [M; iM]        G M^H = G [M; iM]^T        K^H V = fold(K^T V)        Q K^H V = fold(([Q; iQ] K^T) V)
+# A real memory takes the same path without either.
 
-PHASE_CHUNK = 64  # tokens a chunk
+PHASE_CHUNK = 32  # tokens a chunk, but no fewer than coordinates: a chunk costs work on its state
 
 
 def _rows(x, real):
-    """x (..., m, n) if real, else (..., m, 2n) -> (..., 2m, 2n): each row followed by i times it."""
-    return x if real else torch.stack((x, _times_i(x)), -2).flatten(-3, -2)
-
-
-def _rows_backward(grad, real):
-    """The adjoint of _rows: row_1 - i row_2."""
+    """x (..., m, n) if real, else (..., m, 2n) -> (..., 2m, 2n)"""
     if real:
-        return grad
-    first, second = grad.unflatten(-2, (-1, 2)).unbind(-2)
-    return first - _times_i(second)
+        return x
+    re, im = x.chunk(2, -1)
+    return torch.cat((x, torch.cat((-im, re), -1)), -2)
 
 
-def _outer(a, b, real):
-    """a^H b: a (..., c, m), b (..., c, n) -> (..., m, n); if complex a (..., c, 2m), b (..., c, 2n) -> (..., m, 2n)."""
-    return a.mT @ b if real else _rows(a, real)[..., ::2].mT @ _rows(b, real)
+def _fold(x, real):
+    """x (..., m, n) if real, else (..., 2m, 2n) -> (..., m, 2n)"""
+    if real:
+        return x
+    x, y = x.chunk(2, -2)
+    re, im = y.chunk(2, -1)
+    return x + torch.cat((im, -re), -1)
 
 
 def _decays(log_gamma):
-    """log_gamma (..., c) -> E (..., c, c+1), from i = 0 ... c (0: the state before the first token) to t = 1 ... c."""
+    """log_gamma (..., c) -> what is left at token t of the state before the chunk (..., c, 1), and of token i: E."""
     c = log_gamma.shape[-1]
-    before = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).tril()  # [j, i]: i < j
+    before = torch.ones(c, c, dtype=torch.bool, device=log_gamma.device).tril(-1)  # [j, i]: i < j
     between = torch.where(before, log_gamma.unsqueeze(-1), 0.0).cumsum(-2)  # [t, i]: sum over i < j <= t
-    future = torch.ones(c, c + 1, dtype=torch.bool, device=log_gamma.device).triu(2)  # [t, i]: i > t
-    return between.masked_fill_(future, -torch.inf).exp_()
+    return log_gamma.cumsum(-1).exp().unsqueeze(-1), between.masked_fill_(before.mT, -torch.inf).exp_()
 
 
-def _weigh(scores, E, real):
-    """scores (..., c, c), or (..., c, 2c) with pairs, times the decay from every token of the chunk."""
-    E = E[..., 1:]
-    return scores * E if real else (scores.unflatten(-1, (-1, 2)) * E.unsqueeze(-1)).flatten(-2)
+def _weigh(scores, E):
+    """scores (..., c, c), or of both parts (..., 2c, c), times the decay from every token of the chunk."""
+    c = E.shape[-1]
+    return (scores.unflatten(-2, (-1, c)) * E.unsqueeze(-3)).flatten(-3, -2)
 
 
 def _phase_like(q, k, v, log_gamma, M, real):
@@ -939,44 +939,43 @@ def _phase_forward(q, k, v, log_gamma, M, real):
     y, _, starts = _phase_like(q, k, v, log_gamma, M, real)
     with torch.autocast(q.device.type, enabled=False):
         for part in _groups(q.shape[1], len(q) * q.shape[2] ** 2, q.device):
-            q_, k_, v_, E = q[:, part], k[:, part], v[:, part], _decays(log_gamma[:, part])
-            added = _outer(k_ * E[..., -1, 1:].unsqueeze(-1), v_, real)
-            for start, whole, new in zip(starts[part], E[..., -1, 0].unbind(1), added.unbind(1)):
+            q_, k_, v_, (head, E) = q[:, part], k[:, part], v[:, part], _decays(log_gamma[:, part])
+            added = _fold((k_ * E[..., -1, :, None]).mT @ v_, real)
+            for start, whole, new in zip(starts[part], head[..., -1:, :].unbind(1), added.unbind(1)):
                 start.copy_(M)
-                M = torch.addcmul(new, whole[:, None, None], M)
-            y_ = _weigh(q_ @ _rows(k_, real).mT, E, real) @ _rows(v_, real)
-            y[:, part] = y_.addcmul_(E[..., :1], q_ @ _rows(starts[part].transpose(0, 1), real))
+                M = torch.addcmul(new, whole, M)
+            y_ = _fold(_weigh(_rows(q_, real) @ k_.mT, E) @ v_, real)
+            y[:, part] = y_.addcmul_(head, q_ @ _rows(starts[part].transpose(0, 1), real))
     return y, M.clone(), starts
 
 
 def _phase_backward(grad, grad_M, q, k, v, log_gamma, starts, real):
     grad_q, grad_k, grad_v, grad_gates = _empty_like(q, k, v, log_gamma)
     N = grad_M
+    before = torch.ones(q.shape[2], q.shape[2], dtype=q.dtype, device=q.device).tril(-1)  # [j, i]: i < j
     with torch.autocast(q.device.type, enabled=False):
         for part in reversed(_groups(q.shape[1], len(q) * q.shape[2] ** 2, q.device)):
-            q_, k_, v_, g, E = q[:, part], k[:, part], v[:, part], grad[:, part], _decays(log_gamma[:, part])
-            M, head, tail = starts[part].transpose(0, 1), E[..., :1], E[..., -1, 1:].unsqueeze(-1)
-            added, ends = _outer(head * q_, g, real), []
-            for whole, new in zip(E[..., -1, 0].unbind(1)[::-1], added.unbind(1)[::-1]):
+            q_, k_, v_, g, (head, E) = q[:, part], k[:, part], v[:, part], grad[:, part], _decays(log_gamma[:, part])
+            M, whole, tail = starts[part].transpose(0, 1), head[..., -1:, :], E[..., -1, :, None]
+            added, ends = _fold((head * q_).mT @ g, real), []
+            for by, new in zip(whole.unbind(1)[::-1], added.unbind(1)[::-1]):
                 ends.append(N)  # dL/dM after this chunk
-                N = torch.addcmul(new, whole[:, None, None], N)
-            N_ = _rows(torch.stack(ends[::-1], 1), real)
-            rows_k, rows_v = _rows(k_, real), _rows(v_, real)
-            scores = _weigh(q_ @ rows_k.mT, E, real)
-            grad_scores = g @ rows_v.mT
+                N = torch.addcmul(new, by, N)
+            ends = torch.stack(ends[::-1], 1)
+            rows_q, rows_g, rows_N = _rows(q_, real), _rows(g, real), _rows(ends, real)
+            scores, grad_scores = _weigh(rows_q @ k_.mT, E), rows_g @ v_.mT
             through = scores * grad_scores  # E dL/dE
-            grad_scores = _weigh(grad_scores, E, real)
-            q_state, k_state = head * (g @ _rows(M, real).mT), tail * (v_ @ N_.mT)
-            grad_q[:, part] = grad_scores @ rows_k + q_state
-            grad_k[:, part] = _rows_backward(grad_scores.mT @ q_, real) + k_state
-            grad_v[:, part] = _rows_backward(scores.mT @ g, real) + tail * (k_ @ N_)
-            if not real:
-                through = through.unflatten(-1, (-1, 2)).sum(-1)
-            through = torch.cat(((q_ * q_state).sum(-1, keepdim=True), through), -1)  # from the state, from each token
-            through[..., -1, 1:] += (k_ * k_state).sum(-1)  # to the end of the chunk
-            through[..., -1, 0] += E[..., -1, 0] * (M * torch.stack(ends[::-1], 1)).sum((-2, -1))
+            through = through.unflatten(-2, (-1, E.shape[-1])).sum(-3)
+            grad_scores = _weigh(grad_scores, E)
+            q_state, k_state = head * (g @ _rows(M, real).mT), tail * (v_ @ rows_N.mT)
+            grad_q[:, part] = _fold(grad_scores @ k_, real) + q_state
+            grad_k[:, part] = grad_scores.mT @ rows_q + k_state
+            grad_v[:, part] = scores.mT @ rows_g + tail * (k_ @ rows_N)
+            from_state = (q_ * q_state).sum(-1, keepdim=True)
+            from_state[..., -1:, :] += whole * (M * ends).sum((-2, -1), keepdim=True)
+            through[..., -1, :] += (k_ * k_state).sum(-1)  # to the end of the chunk
             # [t, j]: sum over i < j; then the sum over t >= j
-            grad_gates[:, part] = through[..., :-1].cumsum(-1).tril_().sum(-2)
+            grad_gates[:, part] = (through @ before.mT + from_state).tril_().sum(-2)
     return grad_q, grad_k, grad_v, grad_gates, N.clone()
 
 
@@ -991,34 +990,40 @@ _phase_memory = _operator(
 )
 
 
+def _in_rows(x, real):
+    """x (..., d) if real, else (..., d, 2) -> (..., 2d), real parts first"""
+    return x if real else x.mT.flatten(-2)
+
+
+def _in_pairs(x, real):
+    return x if real else x.unflatten(-1, (2, -1)).mT.contiguous()
+
+
 def _phase_in_chunks(q, k, v, log_gamma, S, real):
-    (B, H, T, d), pair = q.shape[:4], q.shape[4:]
-    c = min(T, PHASE_CHUNK)
-    chunks = -(-T // c)
+    B, H, T = log_gamma.shape
+    c = min(T, max(PHASE_CHUNK, q.shape[3]))
 
-    def in_chunks(x):  # (B, H, T, ...) -> (B*H, chunks, c, ... as one axis), padded with gamma = 1 and zeros
-        x = x.flatten(3).flatten(0, 1) if x.dim() > 3 else x.flatten(0, 1).unsqueeze(-1)
-        x = F.pad(x, (0, 0, 0, chunks * c - T)) if chunks * c > T else x
-        return x.unflatten(1, (chunks, c))
+    def in_chunks(x):  # (B, H, T, n) -> (B*H, chunks, c, n), padded with gamma = 1 and zeros
+        return F.pad(x, (0, 0, 0, -T % c)).flatten(0, 1).unflatten(1, (-1, c))
 
-    M = S.transpose(2, 3).reshape(B * H, d, d * math.prod(pair))  # (B*H, k, v), or pairs
-    y, M, _ = _phase_memory(*map(in_chunks, (q, k, v)), in_chunks(log_gamma).squeeze(-1), M, real)
-    y = y.flatten(1, 2)[:, :T].reshape(B, H, T, d, *pair)
-    return y, M.reshape(B, H, d, d, *pair).transpose(2, 3)
+    M = _in_rows(S.transpose(2, 3), real).flatten(0, 1)  # (B*H, k, v or 2v)
+    q, k, v = (in_chunks(_in_rows(x, real)) for x in (q, k, v))
+    y, M, _ = _phase_memory(q, k, v, in_chunks(log_gamma.unsqueeze(-1)).squeeze(-1), M.contiguous(), real)
+    y = _in_pairs(y.flatten(1, 2)[:, :T].unflatten(0, (B, H)), real)
+    return y, _in_pairs(M.unflatten(0, (B, H)), real).transpose(2, 3)
 
 
 def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
     """The O(T^2) form in which the paper trains, eq. 7: Y = (Q K^H * D) V with log D_ti = sum_{i<j<=t} log gamma_j.
     Arguments as phase_memory. Only y: the state is what the recurrence is for."""
     dtype = _compute_dtype(q, k, v, log_gamma, state)
-    q, k, v = (x.to(dtype) if real else x.to(dtype).flatten(-2) for x in (q, k, v))
-    D = _decays(log_gamma.to(dtype))  # (B, H, T, T+1)
+    q, k, v = (_in_rows(x.to(dtype), real) for x in (q, k, v))
+    head, D = _decays(log_gamma.to(dtype))
     with torch.autocast(q.device.type, enabled=False):
-        y = _weigh(q @ _rows(k, real).mT, D, real) @ _rows(v, real)
+        y = _fold(_weigh(_rows(q, real) @ k.mT, D) @ v, real)
         if state is not None:
-            M = state.to(dtype).transpose(2, 3)  # (B, H, k, v), or pairs
-            y = y + D[..., :1] * (q @ _rows(M if real else M.flatten(-2), real))
-    return y if real else y.unflatten(-1, (-1, 2))
+            y = y + head * (q @ _rows(_in_rows(state.to(dtype).transpose(2, 3), real), real))
+    return _in_pairs(y, real)
 
 
 def phase_memory_step(q, k, v, log_gamma, S, real=False):

@@ -13,14 +13,14 @@ Glossary   B batch   T time   D width   L layers   H heads (the paper's memory b
     S          S_t, eq. 6       (B, H, d, d, 2)   the memory, indexed [value, key]
     alpha      alpha, eqs. 2-3  scalar            learned scale of a residual branch, alpha_cgu and alpha_pam
 Complex numbers are real pairs, last axis (re, im). In memory all real parts of a vector come first, then all imaginary
-ones: element-wise work is several times faster so. Gates, angles, moduli and sums are at least float32, whatever the dtype
-of the parameters; a float64 model is float64 throughout. SAM is the same model in real arithmetic, without that axis: k for
-k^*, ReLU for modReLU, a sigmoid for the gate, turns of pairs of channels for turns of a channel. It gets twice the
-heads (equal numbers in the state) and the width that brings its parameters nearest (`matched_width`).
+ones: element-wise work is several times faster so. Gates, angles, moduli and sums are at least float32, whatever the
+dtype of the parameters; a float64 model is float64 throughout. SAM is the same model in real arithmetic, without that
+axis: k for k^*, ReLU for modReLU, a sigmoid for the gate, turns of pairs of channels for turns of a channel. It gets
+twice the heads (equal numbers in the state) and the width that brings its parameters nearest (`matched_width`).
 
 Variants that the paper tried: order=sequential, all channel mixing before all memory, without rotary positions;
-qk=unit, queries and keys of modulus 1 in each coordinate; window=W, the hybrid "that adds sparse windowed attention every
-fourth block" (section III). Heads, place and scale of that attention are not given: see `WindowAttention`.
+qk=unit, queries and keys of modulus 1 in each coordinate; window=W, the hybrid "that adds sparse windowed attention
+every fourth block" (section III). Heads, place and scale of that attention are not given: see `WindowAttention`.
 
 Initialisation. What the paper does not give is ours and marked *.
     complex maps                   W_r and W_i (semi-)orthogonal, each / sqrt 2 *; real maps of SAM * (semi-)orthogonal
@@ -42,6 +42,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from kernels import phase_memory
@@ -103,7 +104,7 @@ def wide(x):
 
 
 def re_im(z):
-    """z_r and z_i of z (..., n, 2). Unlike that of unbind(-1), their gradient lies in memory as the model's vectors do."""
+    """z_r and z_i of z (..., n, 2). Their gradient, unlike unbind(-1)'s, lies in memory as the model's vectors do."""
     return z.mT.unbind(-2)
 
 
@@ -118,8 +119,8 @@ class ComplexLinear(nn.Module):
 
     def forward(self, z):
         """z (..., n, 2) -> (..., m, 2)"""
-        # As one real matrix (2m, 2n) on (x_r, x_i). In float32 under autocast: the phase z / |z| of the gate divides what bf16
-        # has rounded by |z|, and one small |z| spoils the gradient of all below it.
+        # As one real matrix (2m, 2n) on (x_r, x_i). In float32 under autocast: the phase z / |z| of the gate divides by
+        # |z| what bf16 has rounded, and one small |z| spoils the gradient of all below it.
         to_r, to_i = torch.cat((self.weight_r, -self.weight_i), 1), torch.cat((self.weight_i, self.weight_r), 1)
         matrix = torch.cat((to_r, to_i))
         with torch.autocast("cpu" if z.is_meta else z.device.type, enabled=False):
@@ -140,14 +141,11 @@ def modulus(z):
 
 
 class ModReLU(nn.Module):
-    """The modulus ReLU(|z| + b) of modReLU, with a learned bias b per channel: a threshold, the phase untouched."""
+    """modReLU's learned bias b, one a channel: a threshold of |z|, the phase untouched. The rest: `gated`."""
 
     def __init__(self, n):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(n))
-
-    def forward(self, size):
-        return F.relu(size + self.bias)
 
 
 class ComplexNorm(nn.Module):
@@ -163,15 +161,15 @@ class ComplexNorm(nn.Module):
 
 
 def rope(q, k, position):
-    """Turns the pairs q, k (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
+    """Turns pairs q, k (B, H, T, n, 2) at the positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
     T, n = q.shape[2:4]
     theta = ROPE_BASE ** (-torch.arange(n).to(q) / n)
     m = torch.arange(position, position + T, device=q.device).unsqueeze(-1)  # (T, 1)
     if theta.dtype == torch.float64 or position + T <= 256:
         angle = m * theta
     else:
-        # At m = 1e7 a float32 product m theta has no digits left for the angle. So whole multiples of 256 positions are turned
-        # in integers, in units of 2^-38 radians modulo 2 pi.
+        # At m = 1e7 a float32 product m theta has no digits left for the angle. So whole multiples of 256 positions are
+        # turned in integers, in units of 2^-38 radians modulo 2 pi.
         unit, turn = 2**38, round(2 * math.pi * 2**38)
         start = m // 256 * ((theta * unit).long() * 256 % turn) % turn
         angle = m % 256 * theta + start.to(theta.dtype) / unit
@@ -181,6 +179,62 @@ def rope(q, k, position):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Channel mixing and memory, complex and real
+
+
+def parts(*rows):
+    """Real and imaginary part of each of some (tokens, 2n). On a CPU, for some tokens after the other: what is
+    computed of those stays in the cache."""
+    tokens, width = rows[0].shape
+    size = -(-(2**17) // width) if rows[0].is_cpu and not torch.compiler.is_compiling() else tokens
+    return zip(*([x.chunk(2, 1) for x in y.split(size)] for y in rows))
+
+
+def moduli(g_re, g_im, u_re, u_im, b):
+    """|g|, |u|, sigmoid(|g|), ReLU(|u| + b), and f, their ratio."""
+    size_g, size_u = ((re * re).addcmul_(im, im).add_(1e-12).sqrt_() for re, im in ((g_re, g_im), (u_re, u_im)))
+    gate, up = size_g.sigmoid(), F.relu(size_u + b)
+    return size_g, size_u, gate, up, gate * up / (size_g * size_u)
+
+
+def gated(g, u, b):
+    """eq. 1 before W_down: h = f g u with a real f = sigmoid(|g|) ReLU(|u| + b) / (|g| |u|), so that of g its phase
+    stays. g = W_g z and u = W_up z (tokens, 2n), the real parts first; b (n,); h as g."""
+    h = []
+    for (g_re, g_im), (u_re, u_im) in parts(g, u):
+        *_, f = moduli(g_re, g_im, u_re, u_im, b)
+        h.append(torch.cat(((g_re * u_re - g_im * u_im) * f, (g_re * u_im + g_im * u_re) * f), 1))
+    return torch.cat(h)
+
+
+class Gated(torch.autograd.Function):
+    """The same with its adjoint by hand, which keeps only g, u and h. With e = Re(h^* dL/dh) and w = f dL/dh it is
+        dL/dg = w u^* + e (1 - sigmoid(|g|) - 1/|g|) g/|g|        dL/db = sum e / (|u| + b)
+        dL/du = w g^* + e (1 / (|u| + b) - 1/|u|) u/|u|           where h = 0 both without 1 / (|u| + b)
+    """
+
+    forward = staticmethod(gated)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        g, u, b, h = ctx.saved_tensors
+        dg, du, db = torch.empty_like(g), torch.empty_like(u), torch.zeros_like(b, dtype=g.dtype)
+        for (g_re, g_im), (u_re, u_im), (h_re, h_im), (w_re, w_im), to_g, to_u in parts(g, u, h, grad, dg, du):
+            size_g, size_u, gate, up, f = moduli(g_re, g_im, u_re, u_im, b)
+            e = (h_re * w_re).addcmul_(h_im, w_im)
+            e_up = e / up.clamp(min=1e-30)  # 0 where up is
+            db += e_up.sum(0)
+            w_re, w_im = w_re * f, w_im * f
+            along = e * (1 - gate - 1 / size_g) / size_g
+            to_g[0].copy_((along * g_re).addcmul_(w_re, u_re).addcmul_(w_im, u_im))
+            to_g[1].copy_((along * g_im).addcmul_(w_im, u_re).addcmul_(w_re, u_im, value=-1))
+            along = (e_up - e / size_u) / size_u
+            to_u[0].copy_((along * u_re).addcmul_(w_re, g_re).addcmul_(w_im, g_im))
+            to_u[1].copy_((along * u_im).addcmul_(w_im, g_re).addcmul_(w_re, g_im, value=-1))
+        return dg, du, db.to(b.dtype)
 
 
 class CGU(nn.Module):
@@ -194,12 +248,10 @@ class CGU(nn.Module):
 
     def forward(self, z):
         """z (B, T, D, 2) -> the same"""
-        g, u = wide(self.gate_proj(z)), wide(self.up_proj(z))
-        size_g, size_u = modulus(g), modulus(u)
-        scale = size_g.sigmoid() * self.act(size_u) / (size_g * size_u)  # eq. 1: the product g u keeps its phase alone
-        (g_re, g_im), (u_re, u_im) = re_im(g), re_im(u)
-        product = torch.stack((g_re * u_re - g_im * u_im, g_re * u_im + g_im * u_re), -2).mT
-        return self.down_proj((product * scale.unsqueeze(-1)).to(z.dtype))
+        g, u = (wide(proj(z)).mT.flatten(-2).flatten(0, 1) for proj in (self.gate_proj, self.up_proj))
+        plain = torch.compiler.is_compiling() or forward_ad._current_level >= 0  # no use for an adjoint by hand
+        h = (gated if plain else Gated.apply)(g, u, self.act.bias)  # (B*T, 2 * 3D)
+        return self.down_proj(h.view(*z.shape[:2], 2, -1).mT.to(z.dtype))
 
 
 class RealGU(nn.Module):
@@ -266,8 +318,8 @@ class Memory(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Softmax attention to the present and the W - 1 positions before it, of Re<q|k> / sqrt(2d), for the hybrid. Ours: the
-    heads and rotary positions of the memory, whose normed input it shares, and the start of its scale, that of alpha_pam."""
+    """Softmax attention of Re<q|k> / sqrt(2d) to the present and the W - 1 positions before it, for the hybrid. Ours:
+    heads and rotary positions of the memory, whose normed input it shares; its scale, which starts as alpha_pam."""
 
     def __init__(self, c):
         super().__init__()
@@ -397,8 +449,8 @@ class PAM(nn.Module):
     def forward(self, idx, targets=None, state=None):
         """
         Args: idx (B, T) int64 or int32; targets likewise or None; state from init_state or an earlier call, or None.
-        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last token,
-            but None after a training step: targets and no state given.
+        Returns: logits (B, T, V), at least float32; loss, the mean in nats per token, or None; state after the last
+            token, but None after a training step: targets and no state given.
         Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
         check_inputs(idx, targets, state, self.start)
@@ -492,4 +544,4 @@ if __name__ == "__main__":
         for t in range(64):
             logits_t, state = model.step(idx[:, t], state)
         error, total = (logits_t - logits[:, -1]).abs().max(), model.num_params()["total"]
-        print(f"{name}: {total:,} parameters, untrained loss {loss:.3f} (ln 256 = 5.545), step against full pass {error:.1e}")
+        print(f"{name}: {total:,} parameters, untrained loss {loss:.3f} (ln 256 = 5.545), step off by {error:.1e}")
