@@ -18,6 +18,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import resource
@@ -2411,19 +2412,15 @@ def no_curves(monkeypatch):
     monkeypatch.setattr(sample, "text", lambda model, length, *rest: real(model, min(length, 9), *rest))
 
 
-@pytest.fixture(scope="module")
-def small_runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("small")
-
-
 @pytest.fixture
-def made(program, no_curves, small_runs):
+def made(program, no_curves, tmp_path_factory):
     """Makes the run of SMALL with other flags once for all tests. Not to be written to."""
 
     def make(name, *flags):
-        if not (small_runs / name).exists():
-            assert program(train, *SMALL, *flags, "--out", small_runs / name)[0] == 0
-        return small_runs / name
+        folder = tmp_path_factory.getbasetemp() / "made" / name
+        if not folder.exists():
+            assert program(train, *SMALL, *flags, "--out", folder)[0] == 0
+        return folder
 
     return make
 
@@ -2438,13 +2435,6 @@ def straight(made):
 def cut(made):
     """The same, stopped after step 6: a copy, "cut"."""
     shutil.copytree(made("cut", "--stop_at", 6), "cut")
-
-
-def weights(path):
-    """Everything that a checkpoint holds as tensors, those of the optimizer too."""
-    checkpoint = sample.read_checkpoint(path)
-    states = checkpoint["optimizer"].get("state", {}).items()
-    return checkpoint["model"] | {f"{k}.{name}": x for k, state in states for name, x in state.items()}
 
 
 def course(folder):
@@ -2466,15 +2456,12 @@ def content(folder):
 
 
 def assert_same_run(a, b):
-    """Bit for bit: log but for times, weights, optimizer, random numbers, text; and b has no torn line, no litter."""
+    """Bit for bit: log but for times, checkpoint, text; and b has no torn line, no litter."""
     assert course(a) == course(b)
-    x, y = (weights(f"{run}/last.pt") for run in (a, b))
-    assert x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x)
     x, y = (sample.read_checkpoint(f"{run}/last.pt") for run in (a, b))
-    assert [x[key] for key in ("step", "best")] == [y[key] for key in ("step", "best")]
-    assert x["optimizer"]["param_groups"] == y["optimizer"]["param_groups"]
-    assert torch.equal(x["rng"]["cpu"], y["rng"]["cpu"])
-    assert Path(a, "sample.txt").read_bytes() == Path(b, "sample.txt").read_bytes()
+    for key in ("model", "optimizer", "step", "best", "rng"):
+        torch.testing.assert_close(x[key], y[key], rtol=0, atol=0)
+    assert Path(a, "sample.txt").read_bytes() == Path(b, "sample.txt").read_bytes() == course(a)[-1]["text"].encode()
     assert all(json.loads(line)["event"] for line in Path(b, "log.jsonl").read_text().splitlines())
     assert {p.name for p in Path(b).iterdir()} <= RUN_FILES
 
@@ -2482,14 +2469,13 @@ def assert_same_run(a, b):
 def assert_nearly_same_run(a, b):
     """Equal up to the order of sums; losses to 1e-6."""
     for x, y in zip(course(a), course(b), strict=True):
-        assert (x["event"], x["step"]) == (y["event"], y["step"])
+        assert (x["event"], x["step"], x["tokens"]) == (y["event"], y["step"], y["tokens"])
         for key in x.keys() & {"loss", "val_loss"}:
             assert x[key] == pytest.approx(y[key], rel=0, abs=1e-6)
         for key in x.keys() & {"grad_norm", "layers"}:
             assert x[key] == pytest.approx(y[key], rel=1e-4)
-    x, y = weights(f"{a}/last.pt"), weights(f"{b}/last.pt")
-    for key in x:
-        torch.testing.assert_close(x[key], y[key], atol=1e-4, rtol=1e-3)
+    x, y = (sample.read_checkpoint(f"{run}/last.pt")["model"] for run in (a, b))
+    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-3)
 
 
 def at_step(monkeypatch, step, action):
@@ -2512,7 +2498,7 @@ def test_train_writes_a_whole_run(program, straight, tmp_path):
     folder = tmp_path / "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1"
     assert {p.name for p in folder.iterdir()} == RUN_FILES - {"curve.png"}
     events = report.read_log(folder)
-    assert all({"event", "step", "tokens", "time_s"} <= e.keys() for e in events)
+    assert all(e["tokens"] == e["step"] * 8 * 32 and "time_s" in e for e in events)
     assert steps_of(folder, "train") == list(range(1, 9))
     assert steps_of(folder, "val") == [0, *steps_of(folder, "grad")] == [0, 2, 4, 6, 8]
     assert [e["event"] for e in events[-2:]] == ["final", "sample"]
@@ -2521,7 +2507,6 @@ def test_train_writes_a_whole_run(program, straight, tmp_path):
     assert header["data"] == {"name": "text", "size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     assert header["params"]["total"] == sum(x.numel() for x in sample.read_checkpoint(folder)["model"].values())
     assert header["settings"]["lr"] == 2e-3  # from the protocol
-    assert header["versions"]["torch"] == torch.__version__
     assert len(header["weight_decay"]["decay"]) + len(header["weight_decay"]["no_decay"]) == 12
     windows = (len(text) * 5 // 100 - 1) // 32
     assert (first["n_tokens"], final["n_tokens"]) == (16 * 32, windows * 32)
@@ -2529,7 +2514,6 @@ def test_train_writes_a_whole_run(program, straight, tmp_path):
     grad = next(e for e in events if e["event"] == "grad")
     assert len(grad["layers"]) == 2
     assert 0 < min(grad["layers"]) < max(e["grad_norm"] for e in events if e["event"] == "train")
-    assert (folder / "sample.txt").read_text(encoding="utf-8") == events[-1]["text"]
     losses = {e["val_loss"]: e["step"] for e in events if e["event"] == "val"}
     assert final["best"] == {"val_loss": min(losses), "step": losses[min(losses)]}
     assert sample.read_checkpoint(folder / "best.pt")["best"] == final["best"]
@@ -2547,247 +2531,145 @@ def test_train_writes_a_whole_run(program, straight, tmp_path):
 
 
 @pytest.mark.slow
-def test_figure_and_bars(program, monkeypatch):
-    """The curve is drawn at validations, if the last one is old; the whole split has a bar of its own on a terminal."""
-    drawn, bars, real, plot = [], [], data.progress, report.plot_curves
-    monkeypatch.setattr(sample, "text", lambda *_: "")
-    monkeypatch.setattr(report, "plot_curves", lambda *a: drawn.append(len(drawn)) or (len(drawn) == 3 and plot(*a)))
+def test_extras(program, monkeypatch, tmp_path):
+    """Figures at validations, if the last one is old; a bar for the whole split. If one fails, or git hangs, one line
+    says what there is not, and the result is whole."""
+    bars, real = [], data.progress
     monkeypatch.setattr(data, "progress", lambda *a, **how: bars.append((a[1:], how.get("disable"))) or real(*a, **how))
+    argv = [*SMALL, "--steps", 2, "--eval_every", 1, "--sample_every", 2]
+    assert program(train, *argv, "--out", "whole")[0] == 0
+    assert Path("whole/curve.png").read_bytes().startswith(b"\x89PNG")
+    assert bars.count((("whole val split",), None)) == 1 and bars.count((("whole val split",), True)) == 3
+    assert steps_of("whole", "generated") == [2]
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "git").chmod(0o755)
+    for module, name in ((report, "plot_curves"), (sample, "text")):
+        monkeypatch.setattr(module, name, partial(raise_error, ValueError("module://matplotlib_inline is no\nvalid backend")))
     for seconds, figures in ((0, 4), (1e9, 1)):
-        drawn.clear()
         monkeypatch.setattr(train, "FIGURE_EVERY", seconds)
-        assert program(train, *SMALL, "--steps", 2, "--eval_every", 1, "--out", f"run{figures}")[0] == 0
-        assert len(drawn) == figures
-    assert Path("run4/curve.png").read_bytes().startswith(b"\x89PNG")
-    assert bars.count((("whole val split",), None)) == 2 and bars.count((("whole val split",), True)) == 6
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if seconds else os.environ["PATH"])
+        code, out, err = program(train, *argv, "--out", f"run{figures}")
+        assert (code, err) == (0, "")
+        for what, count in (("generated text", 1), ("sample", 1), ("curve.png", figures)):
+            assert out.count(f"note: no {what} (ValueError: module") == count
+        assert report.read_log(f"run{figures}")[-1]["event"] == "sample"
+    assert report.read_log("run1")[0]["git"] is None
 
 
 # What happens to the run "cut", which stands at step 6 of 8, before it is resumed.
 
 
-def a_signal(program, monkeypatch, name):
-    """A terminal that closes may send SIGHUP twice."""
-    signum = getattr(signal, name)
-    at_step(monkeypatch, 6, lambda: [os.kill(os.getpid(), signum) for _ in range(1 + (name == "SIGHUP"))])
+def signals(program, monkeypatch, name, count, stands_at):
+    """A closed terminal may send SIGHUP twice; nohup has it ignored; a second Ctrl-C ends a run at once."""
+    signum, ignored = getattr(signal, name), stands_at == 8
+    at_step(monkeypatch, 6, lambda: [os.kill(os.getpid(), signum) for _ in range(count)])
+    if ignored:
+        signal.signal(signum, signal.SIG_IGN)
     code, out, _ = program(train, "--resume", "cut")
-    assert code == 128 + signum
-    assert f"{name}: stopping after this step" in out
-    assert "stopped after step 7; go on with: python train.py --resume cut" in out
-    assert sample.read_checkpoint("cut/last.pt")["step"] == 7
+    assert code == (0 if ignored else 128 + signum)
+    assert ("stopped after step 7; go on with: python train.py --resume cut" in out) == (stands_at == 7)
+    assert sample.read_checkpoint("cut/last.pt")["step"] == stands_at
 
 
-def an_ignored_signal(program, monkeypatch, _):
-    """nohup python train.py"""
-    at_step(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGHUP))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert program(train, "--resume", "cut", "--stop_at", 7)[0] == 0
-
-
-def two_signals(program, monkeypatch, _):
-    at_step(monkeypatch, 7, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)] and pytest.fail("went on"))
-    assert program(train, "--resume", "cut", "--ckpt_every", 1)[0] == 130
-    assert sample.read_checkpoint("cut/last.pt")["step"] == 7  # the regular one
-
-
-def a_lost_log(program, monkeypatch, lose):
+def a_bad_log(program, monkeypatch, garbage):
+    """Lines that cannot be read are left out; an empty log begins anew."""
     log = Path("cut/log.jsonl")
-    whole = log.read_bytes()
-    lose(log)
-    assert program(train, "--resume", "cut", "--stop_at", 7)[::2] == (0, "")
     lines = log.read_bytes().splitlines(keepends=True)
-    assert json.loads(lines[0])["event"] == "header"
-    log.write_bytes(whole + b"".join(lines[1:]))
-
-
-def a_damaged_log(program, monkeypatch, garbage):
-    lines = Path("cut/log.jsonl").read_bytes().splitlines(keepends=True)
-    Path("cut/log.jsonl").write_bytes(b"".join([*lines[:3], garbage, *lines[3:]]))
+    log.write_bytes(b"".join([*lines[:3], garbage, *lines[3:]]) if garbage else b"")
     code, _, err = program(train, "--resume", "cut", "--stop_at", 7)
-    assert (code, "cannot be read and are left out" in err) == (0, True)
+    assert (code, "cannot be read and are left out" in err) == (0, bool(garbage))
+    if not garbage:
+        header, *rest = log.read_bytes().splitlines(keepends=True)
+        assert json.loads(header)["event"] == "header"
+        log.write_bytes(b"".join(lines + rest))
 
 
-def a_kill_in_the_last_validation(program, monkeypatch, _):
+def a_kill_in_the_last_validation(program, monkeypatch):
     assert program(train, "--resume", "cut")[0] == 0
     events = [e for e in report.read_log("cut") if e["event"] not in ("final", "sample")]
     Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
 
-def data_that_changes(program, monkeypatch, _):
-    path = Path("text.txt")
-    text, argv, real = path.read_bytes(), ["--resume", "cut", "--data", "text.txt"], data.get_windows
-    changes = [lambda: path.write_bytes(text[:-9] + b"something"), lambda: os.truncate(path, 4096)]
-    at_step(monkeypatch, 6, lambda: changes.pop()())
-    while changes:
+def a_kill(program, monkeypatch, calls):
+    """In place of a renaming: of best.pt at steps 0 and 2, of last.pt at steps 4 and 8. The log's last line is torn."""
+    rename, done = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda *a: done.append(a) or (raise_error(KeyboardInterrupt) if len(done) == calls else rename(*a)))
+    shutil.rmtree("cut")
+    assert program(train, *SMALL, "--out", "cut")[0] == 130
+    saved, logged = sample.read_checkpoint("cut", ("last.pt", "prev.pt"))["step"], report.read_log("cut")[-1]["step"]
+    assert (saved, logged) == {2: (0, 0), 3: (0, 2), 6: (0, 4), 10: (4, 8)}[calls]
+    with open("cut/log.jsonl", "a") as log:
+        log.write('{"event": "train", "step": 4')
+    Path("cut/last.pt.0.part").touch()
+
+
+def data_that_changes(program, monkeypatch):
+    """Other bytes under the same size, a cut file, and more bytes during an evaluation."""
+    path, argv, real = Path("text.txt"), ["--resume", "cut", "--data", "text.txt"], data.get_windows
+    text, moment = path.read_bytes(), [None]
+    changes = {6: lambda: path.write_bytes(text[:-9] + b"something"), 7: lambda: os.truncate(path, 4096)}
+    at_step(monkeypatch, 6, lambda: changes[moment[0]]())
+    monkeypatch.setattr(data, "get_windows", lambda *a: moment[0] == 8 and path.write_bytes(text + b"?") and real(*a) or real(*a))
+    for moment[0], flags in ((6, []), (7, []), (8, ["--eval_only"])):
         path.write_bytes(text)
-        assert_refused(program(train, *argv, "--ckpt_every", 1), "since the run began")
+        assert_refused(program(train, *argv, *flags), "since the run began")
         assert max(e["step"] for e in report.read_log("cut")) == sample.read_checkpoint("cut/last.pt")["step"] == 6
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "get_windows", lambda *args: path.write_bytes(text + b"?") and real(*args))
-        for argv in ([*argv, "--eval_only"], [*SMALL, "--out", "new"]):
-            path.write_bytes(text)
-            assert_refused(program(train, *argv), "since the run began")
-    path.write_bytes(text)
-    monkeypatch.setattr(train.Run, "finish", lambda self: path.write_bytes(text[::-1]))  # between two runs of a sweep
-    assert_refused(program(train, *SMALL, "--seeds", "1,2", "--steps", 1, "--out", "sweep"), "since the run began")
-    assert len(list(Path("sweep").iterdir())) == 1
     path.write_bytes(text)
 
 
-def a_full_disk(program, monkeypatch, _):
+def a_full_disk(program, monkeypatch):
     """A limit on the file size stands in for it: the write itself fails half-way."""
-    before = Path("cut/last.pt").read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    before, (soft, hard) = content("cut"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before[Path("cut/last.pt")]) // 2, hard))
     try:
-        done = program(train, "--resume", "cut")
+        assert_refused(program(train, "--resume", "cut"), "error: cannot write cut/", "the one saved before is intact")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(done, "error: cannot write cut/", "the one saved before is intact")
-    assert Path("cut/last.pt").read_bytes() == before
-    assert not list(Path("cut").glob("*.part"))
+    now = content("cut")
+    assert now.keys() == before.keys() and {p.name for p in now if now[p] != before[p]} <= {"log.jsonl", "best.pt"}
 
 
-def flip_file(path):
+def flip_bit(path):
     content = bytearray(Path(path).read_bytes())
     content[len(content) // 2] ^= 1
     Path(path).write_bytes(content)
 
 
-def cut_short(path):
-    os.truncate(path, os.path.getsize(path) - 100)
-
-
-def a_damaged_checkpoint(program, monkeypatch, damage):
+def a_damaged_checkpoint(program, monkeypatch):
     """The one before takes its place, and is not replaced by the damaged one."""
     assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [6, 4]
-    damage("cut/last.pt")
+    flip_bit("cut/last.pt")
     code, _, err = program(train, "--resume", "cut", "--stop_at", 7)
     assert code == 0 and re.fullmatch(r"warning: cut/last.pt is .*damaged.*; prev.pt takes its place\n", err)
     assert [sample.read_checkpoint(f"cut/{name}.pt")["step"] for name in ("last", "prev")] == [7, 4]
+    flip_bit("cut/best.pt")
+    assert "warning: cut/best.pt is no checkpoint" in program(sample, "cut", "--length", 3)[2]
 
 
 INCIDENTS = [
-    *[(a_signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")],
-    *[(f, None) for f in (an_ignored_signal, two_signals)],
-    *[(a_lost_log, lose) for lose in (os.remove, lambda log: os.truncate(log, 0))],
-    (a_damaged_log, b"garbage\n\n5\n{}\n\xff\xfe\n"),
-    *[(f, None) for f in (a_kill_in_the_last_validation, data_that_changes, a_full_disk)],
-    *[(a_damaged_checkpoint, damage) for damage in (flip_file, cut_short)],
+    *[(signals, *how) for how in (("SIGINT", 1, 7), ("SIGTERM", 1, 7), ("SIGHUP", 2, 7), ("SIGINT", 2, 6), ("SIGHUP", 1, 8))],
+    *[(a_bad_log, garbage) for garbage in (b"garbage\n\n5\n{}\n\xff\xfe\n", b"")],
+    *[(a_kill, calls) for calls in (2, 3, 6, 10)],
+    *[(f,) for f in (a_kill_in_the_last_validation, data_that_changes, a_full_disk, a_damaged_checkpoint)],
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("incident", "how"), INCIDENTS, ids=[f.__name__ for f, _ in INCIDENTS])
-def test_run_ends_as_if_nothing_had_happened(program, straight, cut, monkeypatch, incident, how):
+@pytest.mark.parametrize("incident", INCIDENTS, ids=lambda incident: incident[0].__name__)
+def test_run_ends_as_if_nothing_had_happened(program, straight, cut, monkeypatch, incident):
     with monkeypatch.context() as patch:
-        incident(program, patch, how)
+        incident[0](program, patch, *incident[1:])
     assert program(train, "--resume", "cut")[0] == 0
     assert_same_run(straight, "cut")
 
 
-def test_random_numbers_are_those_of_the_checkpoint(program, cut):
-    checkpoint = torch.load("cut/last.pt", weights_only=True)
+def test_random_numbers_and_best_are_those_of_the_checkpoint(program, cut):
+    checkpoint = torch.load("cut/last.pt", weights_only=True) | {"best": {"val_loss": 0.5, "step": 3}}
     checkpoint["rng"]["cpu"] = torch.Generator().manual_seed(9).get_state()
     torch.save(checkpoint, "cut/last.pt")
     assert program(train, "--resume", "cut", "--stop_at", 7)[0] == 0
-    assert torch.equal(sample.read_checkpoint("cut/last.pt")["rng"]["cpu"], checkpoint["rng"]["cpu"])
-
-
-def test_checkpoints_that_are_all_damaged(program, straight, cut):
-    for path in ("cut/last.pt", "cut/prev.pt", "cut/best.pt"):
-        flip_file(path)
-    bad = "is no checkpoint: missing, cut short, damaged, or of other origin (its bytes are not those that were written)"
-    assert program(train, "--resume", "cut")[2].splitlines()[-1] == f"error: cut/prev.pt {bad}"
-    shutil.copy(straight / "last.pt", "cut")
-    code, _, err = program(sample, "cut", "--length", 3)
-    assert (code, err.splitlines()[0]) == (0, f"warning: cut/best.pt {bad}; last.pt takes its place")
-
-
-# What programs of their own have in common: `run(argv)` is train.py in a process forked from one that has imported it.
-FORKS = """
-import json, os, signal, sys
-import data, report, sample, train
-import torch._dynamo  # what the optimizer imports, once for all of them
-
-sys.modules["matplotlib"] = None
-
-train.torch.set_num_threads(1)
-text = sample.text
-sample.text = lambda model, length, *rest: text(model, 9, *rest)
-
-def main(argv):
-    sys.argv = ["train.py", *argv]
-    try:
-        data.command_line(train.main, silent=train.rank > 0)
-    except SystemExit as e:
-        return e.code or 0
-    return 0
-
-def run(argv, prepare=lambda: None):
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        prepare()
-        code = main(argv)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    os._exit(code)
-
-argv = sys.argv[1:]
-"""
-
-
-def run_forks(script, *argv):
-    env = ENV | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run([sys.executable, "-c", FORKS + script, *argv], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-KILLS = """
-real = {name: getattr(os, name) for name in ("replace", "fsync")}
-
-def killed_at(calls):
-    # In place of the n-th call of os.replace or os.fsync.
-    def counted(name):
-        def call(*args):
-            nonlocal calls
-            calls -= 1
-            if calls == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real[name](*args)
-        return call
-    os.replace, os.fsync = counted("replace"), counted("fsync")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-for n in (2, 9, 15, 26):  # in best.pt of step 0, before the first last.pt; of steps 2 and 4; and of the end
-    cut = [*argv, "--out", f"cut{n}", "--resume", f"cut{n}"]
-    status = run(cut, lambda: killed_at(n))
-    if n % 2:
-        with open(f"cut{n}/log.jsonl", "a") as f:
-            f.write('{"event": "train", "step": 4')  # what a kill in the middle of a line leaves
-    try:
-        step = sample.read_checkpoint(f"cut{n}", ("last.pt", "prev.pt"))["step"]
-        logged = max(e["step"] for e in report.read_log(f"cut{n}"))
-    except data.InputError:
-        step, logged = None, 0
-    print(json.dumps([n, status, step, logged, run(cut, lambda: killed_at(-1))]), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_run_killed_at_any_moment_resumes(program, straight):
-    """kill -9 before renamings and flushes to the disk: the same command ends the run, the same."""
-    done = run_forks(KILLS, *SMALL)
-    kills = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kills) == 4
-    for n, status, step, logged, again in kills:
-        assert (status, again) == (-signal.SIGKILL, 0), done.stderr
-        assert logged - (step or 0) <= 4  # --ckpt_every
-        assert_same_run(straight, f"cut{n}")
-    assert {None, 0, 4} <= {step for _, _, step, _, _ in kills}  # before the first checkpoint, and after each
+    now = sample.read_checkpoint("cut/last.pt")
+    assert torch.equal(now["rng"]["cpu"], checkpoint["rng"]["cpu"]) and now["best"] == checkpoint["best"]
 
 
 def test_output_that_cannot_be_written_ends_no_run(program, no_curves, monkeypatch):
@@ -2828,9 +2710,8 @@ def test_gradients_are_clipped(program, straight, monkeypatch):
     """With a bound of almost 0 AdamW's epsilon swallows the updates."""
     monkeypatch.setattr(train, "CLIP", 1e-12)
     assert program(train, *SMALL, "--out", "clipped")[0] == 0
-    first, last, clipped = (report.read_log(r)[i] for r, i in ((straight, 1), (straight, -2), ("clipped", -2)))
-    assert last["val_loss"] < first["val_loss"] - 0.3
-    assert clipped["val_loss"] > first["val_loss"] - 0.05
+    first, clipped = report.read_log(straight)[1], report.read_log("clipped")[-2]
+    assert clipped["val_loss"] > first["val_loss"] - 0.05  # without: 0.3 at least
 
 
 def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
@@ -2844,125 +2725,99 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.slow
-def test_extras_end_no_run(program, monkeypatch, tmp_path):
-    """A figure, a text, a git that hangs: one line says what there is not, and the result is whole."""
-    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(train, "FIGURE_EVERY", 0)
-    for module, name in ((report, "plot_curves"), (sample, "text")):
-        monkeypatch.setattr(module, name, partial(raise_error, ValueError("module://matplotlib_inline is no\nvalid backend")))
-    code, out, err = program(train, *SMALL, "--steps", 2, "--eval_every", 1, "--sample_every", 2, "--out", "run")
-    assert (code, err) == (0, "")
-    # One figure at the first evaluation, which is not tried again, and one at the end.
-    for what, count in (("generated text", 1), ("sample", 1), ("curve.png", 2)):
-        assert out.count(f"note: no {what} (ValueError: module") == count
-    assert report.read_log("run")[-1]["event"] == "sample"
-    assert report.read_log("run")[0]["git"] is None
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_the_revision_is_that_of_this_code(tmp_path, monkeypatch):
-    """Git hooks, and some shells, name a repository of their own."""
-    run = partial(subprocess.run, check=True, cwd=tmp_path, capture_output=True, text=True)
-    run(["git", "init", "-q"])
-    run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "other"])
-    expected = report.provenance(CPU, 1)["git"]
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
-    assert report.provenance(CPU, 1)["git"] == expected
-
-
 def test_one_writer_a_run_folder(program, straight, cut, monkeypatch):
     """The second start says who holds the folder, and touches nothing. The lock dies with its process."""
-    command, seen = [*SMALL, "--out", "cut", "--resume", "cut"], []
-
-    def start_more():
-        before = content("cut")
-        seen.extend(program(train, *argv) for argv in (command, ["--resume", "cut"], [*SMALL, "--out", "cut"]))
-        assert content("cut") == before
-
-    real = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *args: (seen or start_more()) and None or real(*args))
-    assert program(train, *command)[0] == 0
-    assert len(seen) == 3
-    for done in seen:
-        assert_refused(done, f"cut is in use by process {os.getpid()} on {socket.gethostname()} since 20")
-    assert_same_run(straight, "cut")
     child = os.fork()
     if not child:
         with data.hold("cut"):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert f"process {child} " in Path("cut/.lock").read_text()
-    with data.hold("cut"):
+    refused = []
+
+    def start_more():
         before = content("cut")
+        for argv in ([*SMALL, "--out", "cut", "--resume", "cut"], ["--resume", "cut"], [*SMALL, "--out", "cut"]):
+            assert_refused(program(train, *argv), f"cut is in use by process {os.getpid()} on {socket.gethostname()} since 20")
+        assert content("cut") == before
+        refused.append(True)
+
+    with data.hold("cut"):
+        held = content("cut")
         code, out, _ = program(train, "--resume", "cut", "--eval_only")
         assert (code, "note: no log of this result (InputError: cut is in use by" in out, "val loss" in out) == (0, True, True)
-        assert content("cut") == before
+        assert content("cut") == held
+    at_step(monkeypatch, 7, start_more)
+    assert program(train, "--resume", "cut")[0] == 0 and refused
+    assert_same_run(straight, "cut")
 
 
 def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
-    def no_locks(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(data.fcntl, "flock", no_locks)
+    monkeypatch.setattr(data.fcntl, "flock", partial(raise_error, OSError(38, "Function not implemented")))
     with data.hold(tmp_path):
         assert "Function not implemented): start no second run in it" in capsys.readouterr().err
 
 
 def test_ranks_are_made_by_torchrun_alone(program, no_curves, monkeypatch):
-    """Programs of one process do not look at its variables."""
+    """Programs of one process do not look at its variables: their errors are printed."""
     for key in train.RANKS:
         with monkeypatch.context() as patch:
             patch.setenv(key, "1")
             assert_refused(program(train, *SMALL), "start several processes with torchrun, or unset it")
-            for module, argv in ((tasks, ["--task", "no"]), *((module, ["no"]) for module in (sample, report, data, bench))):
-                assert_refused(program(module, *argv))
+            for module in (tasks, sample, report, data, bench):
+                assert_refused(program(module, "--no"))
     real = train.broadcast_from_rank0  # a machine with another text under the same name
     monkeypatch.setattr(train, "broadcast_from_rank0", lambda make: "rank 0's" if isinstance(x := real(make), str) else x)
     assert_refused(program(train, *SMALL), "text.txt is another text here than on rank 0")
 
 
-@pytest.mark.parametrize(("name", "message"), [("tritn", "'tritn'; known: torch, triton, reference"), ("triton", "")])
-def test_backend_is_judged_before_anything_is_written(program, cut, monkeypatch, tmp_path, name, message):
+def test_backend_is_judged_before_anything_is_written(program, cut, monkeypatch, tmp_path):
     """By every program that computes a model; Triton without a GPU, too."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     before = content(tmp_path)
-    monkeypatch.setenv("NANOHILBERT_BACKEND", name)
     starts = [*SMALL, "--seeds", "1,2"], ["--resume", "cut"], ["--resume", "cut", "--eval_only"]
-    for module, argv in (*((train, argv) for argv in starts), (sample, ["cut"]), (diagnose, ["cut", "--prompt", "a"])):
-        assert_refused(program(module, *argv), "cannot ", message)
+    for name, message in (("tritn", "'tritn'; known: torch, triton, reference"), ("triton", "")):
+        monkeypatch.setenv("NANOHILBERT_BACKEND", name)
+        for module, argv in (*((train, argv) for argv in starts), (sample, ["cut"]), (diagnose, ["cut", "--prompt", "a"])):
+            assert_refused(program(module, *argv), "cannot ", message)
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("argv", [["--micro", 8], ["--micro", 3], ["--checkpointing"]], ids=str)
+@pytest.mark.parametrize("argv", [["--micro", 3], ["--checkpointing"]], ids=str)
 def test_what_changes_no_result(program, straight, argv):
     """The logged loss and the gradient are means over the whole step; also where the last micro-batch is smaller."""
     assert program(train, *SMALL, *argv, "--out", "run")[0] == 0
     (assert_nearly_same_run if argv[0] == "--micro" else assert_same_run)(straight, "run")
 
 
-# Two ranks are two forks of this process, started and watched by torchrun's agent.
+# Two ranks are two forks of a process that has imported train.py, started and watched by torchrun's agent.
 RANKS = """
+import os, signal, sys
+import data, sample, train
+import torch._dynamo  # what the optimizer imports, once for all of them
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+sys.modules["matplotlib"] = None
+train.torch.set_num_threads(1)
+text, argv = sample.text, sys.argv[1:]
+sample.text = lambda model, length, *rest: text(model, 9, *rest)
 
 def rank(argv, fault):
     train.launched = True
     train.rank, train.world, train.local_rank = (int(os.environ[key]) for key in train.RANKS)
     life, real = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), train.learning_rate
+    faults = {
+        (0, 1, 5): lambda: train.torch.empty(2**50),
+        (1, 1, 5): lambda: os.kill(os.getpid(), signal.SIGKILL),
+        (2, 0, 6): lambda: os.kill(os.getppid(), signal.SIGHUP),  # the agent hands on a signal
+    }
 
     def learning_rate(step, s):
-        if fault and (life, train.rank, step) == (0, 1, 5):
-            train.torch.empty(2**50)
-        if fault and (life, train.rank, step) == (1, 1, 5):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault and (life, train.rank, step) == (2, 0, 6):
-            os.kill(os.getppid(), signal.SIGHUP)  # the agent hands on a signal
+        if fault and (life, train.rank, step) in faults:
+            faults[life, train.rank, step]()
         return real(step, s)
 
     def no_writing(event, args):
@@ -2972,7 +2827,8 @@ def rank(argv, fault):
     train.learning_rate = learning_rate
     if train.rank:
         sys.addaudithook(no_writing)
-    sys.exit(main(argv))
+    sys.argv = ["train.py", *argv]
+    data.command_line(train.main, silent=train.rank > 0)
 
 def launch(argv, fault):
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
@@ -2994,7 +2850,10 @@ def test_two_processes_equal_one_and_survive(program, straight):
     """Two ranks with two micro-batches each equal one process. A rank out of memory, a rank killed, the agent restarting
     both each time, then SIGHUP to the agent, and the same command again: the course of a run that nothing happened to,
     bit for bit; rank 0 alone writes, and speaks."""
-    done = run_forks(RANKS, *SMALL, "--micro", "2")
+    env = ENV | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    argv = [sys.executable, "-c", RANKS, *SMALL, "--micro", "2"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert_nearly_same_run(straight, "run0")
     assert "rank 1 writes" not in done.stderr
     assert "error on rank 1: out of memory: set --checkpointing, lower --micro (same result) or --seq\n" in done.stderr
@@ -3007,8 +2866,7 @@ def test_two_processes_equal_one_and_survive(program, straight):
     assert done.stderr.count("--lr 1.0 differs from this run's 0.002") == 1
 
 
-def test_one_command_begins_goes_on_and_ends(program, made):
-    shutil.copytree(made("run", "--stop_at", 2), "run")
+def test_one_command_begins_goes_on_and_ends(program, begun):
     assert program(train, *SMALL, "--out", "run/", "--resume", "./run")[0] == 0
     assert steps_of("run", "resume") == [2] and steps_of("run", "final") == [8]
     before, done = content("run"), (0, "run/last.pt is at step 8 of 8 already: nothing is left to do\n", "")
@@ -3016,21 +2874,10 @@ def test_one_command_begins_goes_on_and_ends(program, made):
         assert program(train, *argv) == done
     assert "at step 8 of 4 already" in program(train, "--resume", "run", "--stop_at", 4)[1]
     assert content("run") == before
-    for path in Path("run").glob("*.pt"):
-        path.unlink()
-    before = content("run")
-    assert_refused(program(train, *SMALL, "--out", "run"), "run holds the log of a run, but no checkpoint")
-    assert content("run") == before  # a log is a result, too
-    lines = before[Path("run/log.jsonl")].splitlines(keepends=True)
-    for name, log in (("empty", b""), ("torn", lines[0][:9]), ("begun", lines[0])):  # a start that saved nothing
-        Path(name).mkdir()
-        Path(name, "log.jsonl").write_bytes(log)
-        assert program(train, *SMALL, "--out", name, "--steps", 1)[0] == 0
-        assert report.read_log(name)[-1]["event"] == "sample"
-    text = Path("text.txt").read_bytes()
-    Path("text.txt").write_bytes(text[::-1])
-    assert_refused(program(train, "--resume", "begun", "--eval_only"), "is not the data of this run")
-    Path("text.txt").write_bytes(text)
+    Path("killed").mkdir()  # in the moment of its beginning
+    for name in (".lock", "last.pt.0.part"):
+        Path("killed", name).touch()
+    assert program(train, *SMALL, "--out", "killed", "--steps", 1)[0] == 0
 
 
 class NoDoubleNoComplex(TorchDispatchMode):
@@ -3098,9 +2945,9 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
     argv = [*SMALL, "--model", ",".join(models), "--steps", 4, "--batch", 4, "--eval_seqs", 4]
     code, table, _ = program(train, *argv, "--out", "whole")
     assert code == 0 and len(list(Path("whole").iterdir())) == len(models)
-    for i, name in enumerate(sample.MODELS):  # each is interrupted
+    for i, model in enumerate(models):  # each is interrupted
         real, kill = train.learning_rate, lambda: os.kill(os.getpid(), signal.SIGINT)
-        stop = lambda step, s: ((step, s.model) == (2, models[i]) and kill()) or real(step, s)  # noqa: B023,E731
+        stop = lambda step, s: ((step, s.model) == (2, model) and kill()) or real(step, s)  # noqa: B023,E731
         with monkeypatch.context() as patch:
             patch.setattr(train, "learning_rate", stop)
             code, text, _ = program(train, *argv, *["--out", "runs"] * (i > 0))
@@ -3113,28 +2960,20 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
         assert steps_of(Path("runs", whole.name), "resume") == [3]
     before = content("runs")
     code, text, _ = program(train, *again)
-    assert (code, text.count("nothing is left to do")) == (0, len(models))
-    assert [line for line in text.splitlines() if " - " in line and line in table] != []
+    assert (code, text.count("nothing is left to do"), table.splitlines()[-1] in text) == (0, len(models), True)
     assert_refused(program(train, *again, "--warmup", 1), "--warmup 1.0 differs from")
     assert_refused(program(train, *again[:-4], "--out", "runs"), "--eval_seqs 16 differs from")  # one that is not given
     assert content("runs") == before
-    # Another process ends the second run while the sweep is at the first: one that is new to the sweep, or that it knew.
-    for known in (False, True):
-        argv, kept = [*SMALL, "--seeds", "1,2", "--out", f"sweep{known}"], []
-        folder = Path(f"sweep{known}", report.run_name(SMALL[1], "text-tiny-s2"))
-        other = [*SMALL, "--seeds", 2, "--out", folder]
-        assert not known or program(train, *other, "--stop_at", 2)[0] == 0
-        with monkeypatch.context() as patch:
-            end = lambda: program(train, *other)[0]  # noqa: B023,E731
-            at_step(patch, 1, lambda: kept or kept.append(0) or kept.extend((end(), content(folder))))  # noqa: B023
-            assert_refused(program(train, *argv), f"{folder} was trained by another process meanwhile: start this")
-        assert kept[1:] == [0, content(folder)]
-        assert program(train, *argv)[1].count("nothing is left to do") == 2
+    # Another process begins, and ends, the second run while the sweep is at the first.
+    argv, folder = [*SMALL, "--seeds", "1,2", "--out", "sweep"], Path("sweep", report.run_name(SMALL[1], "text-tiny-s2"))
+    with monkeypatch.context() as patch:
+        at_step(patch, 1, lambda: shutil.copytree(whole, folder, dirs_exist_ok=True))
+        assert_refused(program(train, *argv), f"{folder} was begun by another process meanwhile: start this")
+    assert_same_run(whole, folder)
     # A text that grew is told as such, though --epochs has become another number of steps.
-    argv = [*SMALL[:10], *SMALL[12:], "--epochs", 1, "--stop_at", 1, "--seeds", "1,2", "--out", "epochs"]
+    argv = [*SMALL[:10], *SMALL[12:], "--epochs", 1, "--stop_at", 1, "--out", "epochs"]
     assert program(train, *argv)[0] == 0
-    with open("text.txt", "a") as f:
-        f.write("more" * 999)
+    Path("text.txt").write_text(Path("text.txt").read_text() + "more" * 999)
     assert_refused(program(train, *argv), "is not the data of this run")
 
 
@@ -3181,12 +3020,13 @@ def test_eval_only_judges_the_best_checkpoint(program, straight):
             f.write('{"event": "train"')  # a line that a kill cut short does not swallow the next one
     Path("alone").mkdir()
     shutil.copy("run/best.pt", "alone")
-    out = program(train, "--resume", "alone", "--eval_only")[1]
-    assert 0 <= out.find("note: no log of this result (") < out.find("val loss ")  # before what may take hours
-    assert [p.name for p in Path("alone").glob("[!.]*")] == ["best.pt"]
-    Path("alone/log.jsonl").write_text("mine\n")
-    assert "note: no log of this result (" in program(train, "--resume", "alone", "--eval_only")[1]
-    assert Path("alone/log.jsonl").read_text() == "mine\n"
+    for logs in ([], [Path("alone/log.jsonl")]):
+        for log in logs:
+            log.write_text("mine\n")
+        before = content("alone")
+        out = program(train, "--resume", "alone", "--eval_only")[1]
+        assert 0 <= out.find("note: no log of this result (") < out.find("val loss ")  # before what may take hours
+        assert content("alone") == before
 
 
 def test_recommended_commands_can_be_pasted(program, no_curves):
@@ -3206,26 +3046,21 @@ def test_learning_rate():
         assert train.learning_rate(step, s) == pytest.approx(expected)
 
 
-RESOLVED = [  # (flags, device, settings)
-    ({"data": "owt"}, CUDA, {"size": "253m", "steps": 1000, "batch": 1024, "seq": 1024, "lr": 6e-4, "min_lr": 6e-5,
-                             "warmup": 750, "dtype": "bfloat16", "checkpointing": True, "eval_every": 20,
-                             "eval_seqs": 20 * 256}),  # table 4
-    ({"data": "enwik8"}, CUDA, {"steps": 1500}),
-    ({"data": "enwik8"}, CPU, {"size": "tiny", "steps": 240}),
-    ({}, CUDA, {"size": "tiny", "lr": 2e-3, "min_lr": 2e-4}),
-    ({"size": "253m", "steps": 7, "checkpointing": False}, CUDA, {"steps": 7, "checkpointing": False}),
-    ({"lr": 1e-5}, CPU, {"min_lr": 1e-6}),  # the end follows the peak
-    ({"size": "253m", "lr": 3e-3}, CPU, {"min_lr": 3e-4}),
-    ({"lr": 3e-3, "min_lr": 1e-3}, CPU, {"min_lr": 1e-3}),
-    ({"model": "pam", "size": "5m", "lr": 3e-3}, CPU, {"min_lr": 0.0}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("flags", "device", "expected"), RESOLVED, ids=str)
-def test_protocols(flags, device, expected):
-    """QS table 4 at 253m; the paper's corpora take 253m on CUDA and tiny without."""
-    s = train.resolve(flags, device)
-    assert {key: getattr(s, key) for key in expected} == expected
+def test_protocols():
+    """QS table 4 at 253m; the paper's corpora take 253m on CUDA and tiny without; the cosine's end follows its peak."""
+    table_4 = {"size": "253m", "steps": 1000, "batch": 1024, "seq": 1024, "lr": 6e-4, "min_lr": 6e-5, "warmup": 750,
+               "dtype": "bfloat16", "checkpointing": True, "eval_every": 20, "eval_seqs": 20 * 256}  # fmt: skip
+    for flags, device, expected in (
+        ({"data": "owt"}, CUDA, table_4),
+        ({"data": "enwik8"}, CUDA, {"steps": 1500}),
+        ({"data": "enwik8"}, CPU, {"size": "tiny", "steps": 240}),
+        ({}, CUDA, {"size": "tiny", "lr": 2e-3, "min_lr": 2e-4}),
+        ({"size": "253m", "steps": 7, "checkpointing": False, "lr": 3e-3}, CUDA, {"steps": 7, "checkpointing": False, "min_lr": 3e-4}),
+        ({"lr": 3e-3, "min_lr": 1e-3}, CPU, {"min_lr": 1e-3}),
+        ({"model": "pam", "size": "5m", "lr": 3e-3}, CPU, {"min_lr": 0.0}),
+    ):
+        s = train.resolve(flags, device)
+        assert {key: getattr(s, key) for key in expected} == expected, flags
 
 
 @pytest.mark.slow
@@ -3238,10 +3073,6 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
     for name, good in (("prev.pt", True), ("last.pt", False)):  # the last one was saved after the update that diverged
         assert sample.load(f"run/{name}")[0](idx, idx)[1].isfinite() == good
     assert "scores are not finite" in program(sample, "run/last.pt")[2]
-    # A last step that diverges is no result.
-    argv = [*SMALL, "--steps", 1, "--lr", "1e30", "--schedule", "constant", "--out", "run2"]
-    assert_refused(program(train, *argv), "after step 1: loss nan", "the last good checkpoint is run2/prev.pt")
-    assert steps_of("run2", "final") == []
 
     real, calls = hmamba.HMambaBlock.forward, []
 
@@ -3249,13 +3080,13 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
         y, state = real(self, x, state)
         if self.training and x.shape[1] == 32:  # not the trial step
             calls.append(self)
-            if len(calls) == 2 * 2 * 2 + 1:  # third step, two micro-batches, two layers: layer 0
+            if len(calls) == 2 * 2 * 2 + 2:  # third step, two micro-batches, two layers: layer 1
                 y.register_hook(lambda grad: grad * math.nan)
         return y, state
 
     monkeypatch.setattr(hmamba.HMambaBlock, "forward", poisoned)
     err = program(train, *SMALL, "--out", "run3", "--ckpt_every", 1)[2]
-    where = r"loss \d\.\d+, first not finite in layer 0; the last good checkpoint is run3/last.pt"
+    where = r"loss \d\.\d+, first not finite in layer 1; the last good checkpoint is run3/last.pt"
     assert re.search(rf"^error: run3: after step 2: {where}\n$", err, re.M)
     last = sample.read_checkpoint("run3/last.pt")
     assert last["step"] == 2 and all(x.isfinite().all() for x in last["model"].values())
@@ -3263,18 +3094,20 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_that_diverges_ends_no_sweep(program, no_curves):
-    """A run for each combination of the lists. All others are run, the table is theirs, and the last line names it."""
-    argv = [*SMALL, "--lr", "1e-3,1e300", "--seeds", "1,2", "--steps", 3, "--out", "sweep"]
+    """A run for each combination of the lists. All others are run, the table is theirs, and the last line names it, also
+    if its last step diverged."""
+    argv = [*SMALL, "--lr", "1e-3,1e300", "--seeds", "1,2", "--out", "sweep"]
     runs = {f"hmamba_D_32_L_2_H_2_N_4-text-tiny-lr{lr}-s{seed}": lr for lr in (1e-3, 1e300) for seed in (1, 2)}
-    for _ in range(2):  # begun, and gone on with
-        code, out, err = program(train, *argv)
-        assert (code, err.count("\n"), err.count("first not finite in")) == (2, 1, 2)
+    for flags in (["--steps", 3], ["--steps", 3], ["--steps", 1, "--schedule", "constant", "--out", "short"]):
+        code, out, err = program(train, *argv, *flags)
+        assert (code, err.count("\n"), err.count("first not finite in the loss itself")) == (2, 1, 2)
         assert all((f"{name}: after step " in err) == (lr == 1e300) for name, lr in runs.items())
         assert re.findall(r"^\| hmamba\S+ \| (\d) \| \d \|", out, re.M) == ["1", "2"]
-        assert {run.name for run in Path("sweep").iterdir()} == runs.keys()
+        folder = Path(flags[-1] if flags[-1] == "short" else "sweep")
+        assert {run.name for run in folder.iterdir()} == runs.keys()
         for name, lr in runs.items():
-            events = report.read_log(f"sweep/{name}")
-            assert (events[-1]["event"] == "sample") == (lr < 1)
+            events = report.read_log(folder / name)
+            assert [e["event"] in ("final", "sample") for e in events[-2:]] == [lr < 1] * 2
             assert [events[0]["settings"][key] for key in ("lr", "min_lr")] == [lr, lr / 10]
 
 
@@ -3287,15 +3120,6 @@ def zip_bomb():
     """A file of a few kB that unpacks to 64 MB."""
     with zipfile.ZipFile("a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", bytes(2**26))
-
-
-def overlapping_zip_bomb():
-    """A thousand entries that are all the same megabyte."""
-    with zipfile.ZipFile("a.pt", "w") as archive:
-        archive.writestr("x/data/0", bytes(2**20))
-        for i in range(1000):
-            archive.filelist.append(info := copy.copy(archive.filelist[0]))
-            info.filename = f"x/data/{i + 1}"
 
 
 def resave(change):
@@ -3314,35 +3138,21 @@ def write(path, make):
 NEW, RESUME, ORIGIN = [*SMALL], ["--resume", "run"], [*SMALL, "--init_from", "run"]
 TRAIN_FAULTS = [  # (what the one line must say, arguments before those that follow in one string, what to do first)
     ("unknown model 'gru'; known: hmamba, mamba", NEW, "--model hmamba,gru"),
-    ("unknown model ''", NEW, "--model="),
     ("no setting 'width=3'; known: D=", NEW, "--model hmamba:width=3"),
-    ("known: complex, real", NEW, "--model hmamba:field=octonion"),
-    ("mlp=-7 must be at least -1", NEW, "--model mamba:mlp=-7"),
     ("has no size 'tinny'; known: tiny, small, 253m; did you mean tiny?", NEW, "--size tinny"),
-    ("nowhere.txt", NEW, "--data nowhere.txt"),
-    ("--data '' names no text", NEW, "--data="),
+    ("--data '' names nothing", NEW, "--data="),
     ("too short for --seq 100000", NEW, "--seq 32,100000 --seeds 1,2"),
-    ("--seq 0 must be at least 1", NEW, "--seq 0"),
     ("--steps 1000000000000 must be at least 1, at most 10^9", NEW, "--steps 1000000000000"),
-    ("argument --steps: invalid int value: 'ten'", NEW, "--steps ten"),
     ("argument --lr: invalid float value: '1e-3,'", NEW, "--lr 1e-3,"),
     ("argument --micro: invalid int value: '2,4'", NEW, "--micro 2,4"),  # no list
-    ("unrecognized arguments: --step 10", NEW, "--step 10"),
-    *[("must be whole numbers from 0 to 2^32 - 1", NEW, f"--seeds {seeds}") for seeds in ("1,x", "4294967296", "\u0663", "1,01")],
-    ("--seeds must not repeat an entry", NEW, "--seeds 1,2,1"),
-    ("--lr must not repeat an entry", NEW, "--lr 1e-3,0.001"),
+    *[("must be whole numbers from 0 to 2^32 - 1", NEW, f"--seeds {seeds}") for seeds in ("1,x", "4294967296", "1,01")],
     *[("impossible schedule", NEW, flags) for flags in ("--lr 0", "--lr 1e-3,nan", "--min_lr 1", "--warmup -1")],
     ("--stop_at 9 lies beyond --steps 8", NEW, "--stop_at 9"),
-    ("invalid choice: 'linear'", NEW, "--schedule linear"),
-    ("unknown device 'tpu'", NEW, "--device tpu"),
     ("unknown device 'cuda:99'; known: auto, ", NEW, "--device cuda:99"),
     ("--steps 9 differs from this run's 8", NEW, "--out run --steps 9"),
     ("cannot make the run folder", NEW, "--out text.txt/run"),
-    ("cannot make the run folder", NEW, "--out text.txt"),
     ("--out . exists and is no run: name another folder", NEW, "--out ."),
-    ("cache holds the log of a run, but no", NEW, "--out cache", write("cache/log.jsonl", lambda *_: b'{"mine": 1}\n')),
-    ("--out '' names no folder", NEW, "--out= --resume="),
-    ("--resume '' names no folder", [], "--resume="),
+    ("--out '' names nothing", NEW, "--out="),
     *[("--resume RUN --eval_only", NEW, flags) for flags in ("--eval_only", "--split test")],
     ("nothing is no checkpoint: missing", [], "--resume nothing"),
     ("no checkpoint in cache (looked for last.pt, prev.pt)", [], "--resume cache"),
@@ -3351,11 +3161,11 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("--size small differs from this run's tiny", RESUME, "--size small"),
     *[("--resume goes on with one run, in its own folder", RESUME, flags) for flags in ("--seeds 1,2", "--out new")],
     ("--micro 0 must be at least 1", RESUME, "--micro 0"),
-    ("--stop_at 40 lies beyond --steps 8", RESUME, "--stop_at 40"),
     ("no optimizer state; resume from last.pt", [], "--resume run/best.pt"),
     ("best.pt differs from this run's None", ORIGIN, "--resume run"),
-    ("nothing is no checkpoint", NEW, "--init_from nothing"),
     (f"do not fit: they are of {SMALL[1]}, tiny, bytes, and not of mamba:D=32:L=2", ORIGIN, "--model mamba:D=32:L=2"),
+    ("--out run exists and is no run", NEW, "--out run", lambda: [p.unlink() for p in Path("run").glob("*.pt")]),
+    ("run/last.pt is no checkpoint", RESUME, "", lambda: flip_bit("run/last.pt") or Path("run/prev.pt").unlink()),
     ("is not the data of this run", RESUME, "--data other.txt", write("other.txt", lambda text, _: text[::-1])),
     ("is not the data of this run", NEW, "--out run", write("text.txt", lambda text, _: text + b"more")),
     ("another version of train.py", RESUME, "", lambda: resave(lambda _, meta: meta["settings"].update(momentum=0.9))),
@@ -3364,8 +3174,7 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("or of other origin", [], "--resume a.pt", lambda: torch.save({"model": {}, "step": 3}, "a.pt")),
     ("cut short, damaged, or of other", [], "--resume a.pt", write("a.pt", lambda _, whole: whole[: len(whole) // 2])),
     ("a.pt is no checkpoint", [], "--resume a.pt", lambda: torch.save({"format": sample.FORMAT, "meta": RunsCode()}, "a.pt")),
-    *[("its bytes are not those that were written", NEW, "--init_from a.pt", bomb)
-      for bomb in (zip_bomb, overlapping_zip_bomb)],
+    ("its bytes are not those that were written", NEW, "--init_from a.pt", zip_bomb),
 ]  # fmt: skip
 
 
@@ -3376,23 +3185,18 @@ def begun(made, tmp_path):
     shutil.copytree(made("run", "--stop_at", 2), "run")
 
 
-def assert_changes_nothing(program, message, first, argv):
-    """One line on stderr, exit code 2, and nothing in the folder changed."""
-    before = content(".")
-    assert_refused(program(train, *first, *argv.split()), message)
-    assert content(".") == before, argv
-
-
 def test_train_faults(program, begun):
-    for row in TRAIN_FAULTS:
-        if len(row) == 3:
-            assert_changes_nothing(program, *row)
-
-
-@pytest.mark.parametrize("row", [row for row in TRAIN_FAULTS if len(row) == 4], ids=lambda row: f"{row[0]} {row[2]}")
-def test_train_faults_of_files(program, begun, row):
-    row[3]()
-    assert_changes_nothing(program, *row[:3])
+    """One line on stderr, exit code 2, and nothing in the folder changed."""
+    start = content(".")
+    for message, first, flags, *prepare in TRAIN_FAULTS:
+        for make_fault in prepare:
+            make_fault()
+        before = content(".")
+        assert_refused(program(train, *first, *flags.split()), message)
+        assert content(".") == before, (message, flags)
+        for path, was in start.items():
+            if was:
+                path.write_bytes(was)
 
 
 def test_params_by_component(program):
@@ -3400,17 +3204,6 @@ def test_params_by_component(program):
     assert code == 0 and not Path("runs").exists()
     for name, count in (("total", "253,033,856"), ("total", "253,051,904"), ("param_proj", "76,321,152")):
         assert re.search(rf"{name} +{count}", out)
-
-
-@pytest.mark.parametrize("module", [train, sample, report, data, bench], ids=lambda m: m.__name__)
-def test_help_is_complete(program, module):
-    code, out, _ = program(module, "--help")
-    assert (code, "usage:" in out) == (0, True)
-    if module is train:
-        assert all(f"--{f.name}" in out for f in dataclasses.fields(train.Settings)) and "torchrun" in out
-        # Each size is a column, those of PAM together.
-        assert re.search(r"\n +tiny +small +253m +5m to 100m\n", out)
-        assert re.search(r"\n +steps +240 +1000 +1000 +-\n", out) and re.search(r"\n +min_lr +(lr/10 +){3}0.0\n", out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -5173,17 +4966,13 @@ def test_pages_name_what_exists(page):
     named = re.findall(r"`(\w+)\.py:([\w.]+)`", TEXTS[page])
     assert page != "PAPERS.md" or len(named) > 80
     for module, name in named:
-        found = sys.modules[__name__] if module == "test_all" else importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        operator.attrgetter(name)(sys.modules[__name__] if module == "test_all" else importlib.import_module(module))
     assert set(re.findall(r"`(test_\w+)`", TEXTS[page])) <= set(globals())
     assert all((ROOT / name).exists() for name in re.findall(r"(?:python |`)(\w+\.py)\b", TEXTS[page]))
     for link in re.findall(r"(?:\]\(|src=\")([^)\"\s]+)[)\"]", TEXTS[page]):
         path, _, anchor = link.partition("#")
-        if link.startswith("https://"):
-            continue
         target = (ROOT / page).parent / path if path else ROOT / page
-        assert target.exists(), link
+        assert link.startswith("https://") or target.exists(), link
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, link
@@ -5198,20 +4987,16 @@ def test_pages_are_short_and_plain(page):
     assert len(rows) == 8 and all(len(row.split("|")[2].split()) <= 20 for row in rows)
 
 
-def test_readme_commands_are_what_ci_runs(tmp_path, monkeypatch):
+def test_readme_commands_are_what_ci_runs(program, straight):
     assert "pip install -r requirements.txt && python train.py\n" in README
     assert "pip install -r requirements.txt && pytest -q\n" in README
     assert "pip install -r requirements.txt && pytest -q\n" in (ROOT / ".ci/run").read_text()
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/hmamba-stdlib-tiny-s1").mkdir(parents=True)
-    model, meta = make("hmamba:D=8:L=2:H=2:N=2"), {"spec": "hmamba", "size": "tiny", "data": {}, "settings": {}}
-    meta |= {"config": dataclasses.asdict(model.config), "time_s": 0.0}
-    sample.save_checkpoint(tmp_path / "runs/hmamba-stdlib-tiny-s1/best.pt", meta, model, None, 1, {})
+    shutil.copytree(straight, "runs/hmamba-stdlib-tiny-s1")
     codes = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert len(codes) == 2 and all(len(code.splitlines()) <= 15 for code in codes)
     for code in codes:
         exec(code, {})
-    assert (tmp_path / "phases.png").stat().st_size > 10_000
+    assert Path("phases.png").stat().st_size > 10_000
 
 
 def test_readme_names_every_option():
@@ -5224,11 +5009,15 @@ def test_readme_names_every_option():
             assert any(f"`{name}`" in models or models == "where they exist" for models in named), f"{name}:{key}="
 
 
-def test_flags_exist(program):
-    helps = "".join(program(m, "--help")[1] for m in (train, tasks, sample, report, diagnose, data, bench))
-    helps += torch.distributed.run.get_args_parser().format_help()  # torchrun
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(TEXTS.values()))) - {"--index-url"}:
-        assert flag in helps, flag
+def test_help_names_every_flag(program):
+    """Of the pages, and of train.py, in whose table each size is a column, those of PAM together."""
+    helps = {module: program(module, "--help") for module in (train, tasks, sample, report, diagnose, data, bench)}
+    assert all(code == 0 and "usage:" in text for code, text, _ in helps.values())
+    known = "".join(text for _, text, _ in helps.values()) + torch.distributed.run.get_args_parser().format_help()
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(TEXTS.values()))) - {"--index-url"}
+    assert [f for f in flags | {f"--{f.name}" for f in dataclasses.fields(train.Settings)} if f not in known] == []
+    for row in ("tiny +small +253m +5m to 100m", "steps +240 +1000 +1000 +-", "min_lr +(lr/10 +){3}0.0"):
+        assert re.search(rf"\n +{row}\n", helps[train][1])
 
 
 @pytest.mark.parametrize("name", sorted({log.parent.name for log in ROOT.glob("results/*/*.jsonl")}))

@@ -142,11 +142,10 @@ def parse_flags():
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
     if "model" in given:
         given["model"] = sample.import_models(",".join(given["model"])).split(",")
-    for key in ("data", "out", "resume", "init_from"):
-        if given.get(key) == "":
-            raise InputError(f"--{key} '' names no {'text' if key == 'data' else 'folder'}")
-        if key in given:
-            given[key] = os.path.expanduser(given[key])
+    for key in given.keys() & {"data", "out", "resume", "init_from"}:
+        if not given[key]:
+            raise InputError(f"--{key} '' names nothing")
+        given[key] = os.path.expanduser(given[key])
     if "out" in given and Path(given["out"]) == Path(given.get("resume", "\0")):
         del given["resume"]  # --out alone begins a run or goes on with it
     if ("eval_only" in given or "split" in given) and not {"eval_only", "resume"} <= given.keys():
@@ -156,7 +155,7 @@ def parse_flags():
 
 def list_of(kind):
     def read(text):
-        return [kind(part.strip()) for part in text.split(",")]
+        return list(dict.fromkeys(kind(part.strip()) for part in text.split(",")))  # each once
 
     read.__name__ = kind.__name__  # for argparse's message
     return read
@@ -346,8 +345,13 @@ class Run:
         self.val_windows, self.window_s = data.num_windows(corpus.split("val"), s.seq), 0.0  # seconds to evaluate one
         self.drawn = time.monotonic()  # when curve.png was drawn
         torch.manual_seed(int(s.seeds))
+        self.step, self.best, self.start, self.saved = 0, {"val_loss": math.inf, "step": 0}, time.monotonic(), None
         if checkpoint:
             self.model, origin = sample.build(checkpoint, device), checkpoint["meta"].get("origin")
+            self.step, self.best = checkpoint["step"], checkpoint["best"]
+            self.start -= checkpoint["meta"]["time_s"]
+            if Path(checkpoint["path"]).name == "last.pt":
+                self.saved = self.step  # the step of last.pt, if that is sound
         else:
             self.model, origin = new_model(s, corpus.vocab_size)
         self.model.to(device).checkpointing = s.checkpointing
@@ -356,32 +360,32 @@ class Run:
         if checkpoint:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
             torch.set_rng_state(checkpoint["rng"]["cpu"])
-        was = checkpoint or {"step": 0, "best": {"val_loss": math.inf, "step": 0}, "path": "", "meta": {"time_s": 0.0}}
-        self.step, self.best, self.val_loss = was["step"], was["best"], was["best"]["val_loss"]
-        self.saved = self.step if Path(was["path"]).name == "last.pt" else None  # None: there is no sound last.pt
-        self.start = time.monotonic() - was["meta"]["time_s"]
+        self.val_loss = self.best["val_loss"]
         self.meta = {
             "spec": s.model, "size": s.size, "config": asdict(self.model.config),
-            "settings": asdict(s), "data": broadcast_from_rank0(corpus.summary), "origin": origin,
+            "settings": asdict(s), "data": corpus.summary(), "origin": origin,
         }  # fmt: skip
-        self.open_log(checkpoint, weight_decay=decay_groups, optimizer={"betas": betas, "decay": decay, "clip": CLIP})
+        if not checkpoint:
+            self.save("last.pt")  # from its first moment on a run can be resumed
+        self.open_log(weight_decay=decay_groups, optimizer={"betas": betas, "decay": decay, "clip": CLIP})
         if s.compile:
             for layer in self.model.layers:
                 layer.compile()
         self.network = DistributedDataParallel(self.model) if world > 1 else self.model
 
-    def open_log(self, checkpoint, **optimizer):
+    def open_log(self, **optimizer):
         """Begins the log, or goes on with it; says what is trained, and the disk that it takes."""
         s, log, params, origin = self.s, self.folder / "log.jsonl", self.model.num_params(), self.meta["origin"]
+        goes_on = self.step > 0 and log.exists() and log.stat().st_size > 0
         if rank == 0:
             for part in self.folder.glob("*.pt.*.part"):
                 part.unlink()  # a checkpoint that a kill left half written
-            if log.exists() and not (checkpoint and log.stat().st_size):
-                log.unlink()  # of a start that a kill ended before its first checkpoint
-        self.log = report.Log(self.folder, self.start, keep=checkpoint and checkpoint["step"], active=rank == 0)
+            if not goes_on:
+                log.unlink(missing_ok=True)
+        self.log = report.Log(self.folder, self.start, keep=self.step if goes_on else None, active=rank == 0)
         ran = report.provenance(self.device, world)
         self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
-        if log.exists():
+        if goes_on:
             self.write("resume", **ran)
         else:
             what = {key: self.meta[key] for key in ("settings", "config", "data", "origin") if self.meta[key]}
@@ -400,7 +404,8 @@ class Run:
         """Writes best.pt, or last.pt with the optimizer's state; the one before becomes prev.pt, if it was sound."""
         last = name == "last.pt"
         if rank == 0:
-            self.log.sync()  # or after a power cut the log could end before its checkpoint
+            if self.step:
+                self.log.sync()  # or after a power cut the log could end before its checkpoint
             now, keep = self.meta | {"time_s": time.monotonic() - self.start}, self.folder / "prev.pt"
             sample.save_checkpoint(self.folder / name, now, self.model, self.optimizer if last else None, self.step,
                                    self.best, keep if last and self.saved is not None else None)  # fmt: skip
@@ -421,11 +426,10 @@ class Run:
             self.draw()
 
     def draw(self):
-        self.drawn = math.inf  # if drawing fails, it is tried again at the end alone
         if rank == 0:
             with extra("curve.png"):
                 report.plot_curves(*report.group_runs([report.read_log(self.folder)])[0], self.folder / "curve.png")
-                self.drawn = time.monotonic()
+        self.drawn = time.monotonic()
 
     def update(self):
         """One step of the optimizer. Returns numbers for the log, the layers' gradient norms, and whether to stop."""
@@ -508,9 +512,8 @@ def train(s, corpus, device, folder, checkpoint, again):
         if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, on_signal)
     run = Run(s, corpus, device, folder, checkpoint)
-    if not checkpoint:
+    if run.step == 0:
         run.validate()
-        run.save("last.pt")  # from here on the run can be resumed
     first, stop = run.step + 1, False
     bar = data.progress(
         total=run.end, initial=run.step, unit_scale=False, leave=True, disable=bool(rank) or None, dynamic_ncols=True,
@@ -553,10 +556,9 @@ def evaluate_checkpoint(s, corpus, device, checkpoint):
     """Prints the loss of a checkpoint over a whole split, and logs it beside the checkpoint as an "eval" event."""
     path, step, log = Path(checkpoint["path"]), checkpoint["step"], None
     with contextlib.ExitStack() as held:
-        if rank == 0:
-            with extra("log of this result"):  # said before an evaluation that may take hours
+        with extra("log of this result"):  # said before an evaluation that may take hours
+            if rank == 0:
                 report.read_log(path.parent)  # nothing is added to what is no log of ours
-                open(path.with_name("log.jsonl"), "r+").close()
                 held.enter_context(data.hold(path.parent))
                 log = report.Log(path.parent, time.monotonic() - checkpoint["meta"]["time_s"])
         loss, n_tokens = evaluate(sample.build(checkpoint, device), corpus, s.split, s, device)
@@ -579,94 +581,75 @@ class Job:
     s: Settings
     folder: Path | None = None
     checkpoint: dict | None = None  # path, step and meta of the one that it goes on from
-    seen: tuple = ()  # when the checkpoints there were written
     complete: bool = False
 
 
 def list_jobs(given, device):
     """The runs that the flags ask for, one for each combination of the lists, with checked settings."""
+    found = ()
     if "init_from" in given:
         origin = sample.read_checkpoint(given["init_from"])
         saved = origin["meta"]["settings"]
         given = {"model": [saved["model"]], "size": [saved["size"]], "tokens": saved["tokens"]} | given
         given["init_from"] = os.path.abspath(origin["path"])
+    if "resume" in given:
+        if "out" in given or any(len(given.get(key, ())) > 1 for key in LISTS):
+            raise InputError("--resume goes on with one run, in its own folder: no lists, no other --out")
+        found = find_checkpoint(Path(given["resume"]), "eval_only" in given)
+        saved = found[1]["meta"]["settings"] | {"stop_at": None}
+        if unknown := saved.keys() - vars(Settings()).keys():
+            raise InputError(f"{given['resume']} was written by another version of train.py: it has {unknown}")
+        if ".py:" in saved["model"] and given.get("model") == [sample.split_spec(saved["model"])[0]]:
+            del given["model"]  # names the class alone
+        given = {key: [value] if key in LISTS else value for key, value in saved.items()} | given
     lists = {key: given[key] for key in LISTS if key in given}
-    for key, values in lists.items():
-        if len(set(values)) < len(values):
-            raise InputError(f"--{key} must not repeat an entry")
-    cells = [given | dict(zip(lists, values)) for values in itertools.product(*lists.values())]
-    if "resume" not in given:
-        return [Job(resolve(flags, device)) for flags in cells]
-    if len(cells) > 1 or "out" in given:
-        raise InputError("--resume goes on with one run, in its own folder: no lists, no other --out")
-    return [open_run(cells[0], Path(given["resume"]))]
+    cells = itertools.product(*lists.values())
+    return [Job(resolve(given | dict(zip(lists, values)), device), *found) for values in cells]
 
 
-def open_run(flags, path):
-    """The job that goes on with a run, or evaluates it. Raises InputError for a flag that would change its course."""
-    evaluates, seen = "eval_only" in flags, checkpoint_times(path if path.is_dir() else path.parent)
+def find_checkpoint(path, evaluates=False):
+    """(folder, checkpoint without its tensors) of a run folder or of a checkpoint's file."""
     checkpoint = sample.read_checkpoint(path, ("best.pt",) * evaluates + ("last.pt", "prev.pt"))
-    file, spec, saved = checkpoint["path"], checkpoint["meta"]["spec"], checkpoint["meta"]["settings"]
-    for key, value in flags.items():
-        names_class = key == "model" and ".py:" in value and value == sample.split_spec(spec)[0]
-        if key not in MAY_CHANGE and value != saved.get(key) and not names_class:
-            was = saved.get(key)
-            raise InputError(f"--{key} {value} differs from this run's {was} ({path}): drop it, or begin another")
     if not (evaluates or checkpoint["optimizer"]):
-        raise InputError(f"{file} holds no optimizer state; resume from last.pt")
-    try:
-        s = Settings(**saved | {"stop_at": None} | flags | {"model": spec})
-    except TypeError as e:
-        raise InputError(f"{file} was written by another version of train.py ({e})") from None
-    return Job(s, Path(file).parent, {key: checkpoint[key] for key in ("path", "step", "meta")}, seen)
+        raise InputError(f"{checkpoint['path']} holds no optimizer state; resume from last.pt")
+    return Path(checkpoint["path"]).parent, {key: checkpoint[key] for key in ("path", "step", "meta")}
 
 
-def checkpoint_times(folder):
-    """When the checkpoints of a run were written: what tells that another process trained it meanwhile."""
-    paths = [folder / name for name in ("last.pt", "prev.pt")]
-    return tuple(path.stat().st_mtime_ns for path in paths if path.exists())
-
-
-def refuse_results(folder):
-    """Raises InputError for a folder that holds more than a start of ours that ended before its first step."""
-    log, header = folder / "log.jsonl", b'{"event": "header"'
-    with data.explain(f"read {log}"):
-        content = log.read_bytes() if log.exists() else b""
-    events = [e for e in map(report.parse_event, content.splitlines()) if e]
-    if content[: len(header)] != header[: len(content)] or any(e["step"] > 0 for e in events):
-        raise InputError(f"{folder} holds the log of a run, but no checkpoint: name another folder")
-    if not content and {path.name for path in folder.glob("*")} - {".lock", "log.jsonl"}:
-        raise InputError(f"--out {folder} exists and is no run: name another folder")
+def holds_run(folder):
+    return any((folder / name).exists() for name in ("last.pt", "prev.pt"))
 
 
 def judge(job, corpus, device, given, several):
     """The job with its folder, the checkpoint there, if any, and its epochs as steps. Raises InputError now for what
     would end the run later: the last run of a sweep would fail after hours."""
-    if not job.checkpoint:
-        folder = Path(given.get("out", "runs"))
+    s = job.s
+    if not job.folder:
+        job.folder = Path(given.get("out", "runs"))
         if several or "out" not in given:
             varied = [key for key in LISTS if len(given.get(key, ())) > 1 and key not in ("size", "seeds", "model")]
-            words = [f"{key}{getattr(job.s, key)}" for key in varied]
-            folder /= report.run_name(job.s.model, corpus.name, job.s.size, *words, f"s{job.s.seeds}")
-        if "out" in given and checkpoint_times(folder):
-            flags = {k: v for k, v in vars(job.s).items() if v is not None and (k in given or k not in MAY_CHANGE)}
-            job = open_run(flags, folder)
-        elif "out" in given:
-            refuse_results(folder)
-        job.folder = folder
-    s, was = job.s, job.checkpoint
+            words = [f"{key}{getattr(s, key)}" for key in varied]
+            job.folder /= report.run_name(s.model, corpus.name, s.size, *words, f"s{s.seeds}")
+        if "out" in given and holds_run(job.folder):
+            job = Job(s, *find_checkpoint(job.folder))
+        elif "out" in given and {path.name for path in job.folder.glob("*") if path.suffix != ".part"} - {".lock"}:
+            raise InputError(f"--out {job.folder} exists and is no run: name another folder")
     if s.epochs and not (s.steps and s.eval_every):
         per_epoch = data.epoch_steps(corpus, s.seq, s.batch)
         s.steps, s.eval_every = s.steps or s.epochs * per_epoch, s.eval_every or -(-per_epoch // 4)
     check(s)
-    if was and corpus.sha256 != was["meta"]["data"]["sha256"] and not (s.eval_only and "data" in given):
-        raise InputError(f"{corpus.path} is not the data of this run ({job.folder}): take out what came to it since")
-    if was and not s.eval_only:
-        step, end = was["step"], s.stop_at or s.steps
-        evaluated = step == end and any(e["event"] == "sample" for e in report.read_log(job.folder))
-        job.complete = step > end or evaluated
-    if s.eval_only or job.complete:
-        return job
+    if was := job.checkpoint:
+        saved, end = was["meta"]["settings"], s.stop_at or s.steps
+        if corpus.sha256 != was["meta"]["data"]["sha256"] and not (s.eval_only and "data" in given):
+            raise InputError(f"{corpus.path} is not the data of this run ({job.folder}): take out what is new")
+        for key, value in vars(s).items():
+            if key not in MAY_CHANGE and value != saved.get(key):
+                raise InputError(f"--{key} {value} differs from this run's {saved.get(key)} ({job.folder})")
+        if s.eval_only:
+            return job
+        sampled = was["step"] == end and any(e["event"] == "sample" for e in report.read_log(job.folder))
+        job.complete = was["step"] > end or sampled
+        if job.complete:
+            return job
     with autocast(s, device):
         faults = sample.step_faults(*sample.parse_spec(s.model, s.size, corpus.vocab_size), device, s.checkpointing)
     if faults:
@@ -676,8 +659,8 @@ def judge(job, corpus, device, given, several):
             torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
         except Exception as e:  # the compilers raise many kinds
             raise InputError(f"cannot compile here ({data.one_line(e)}): add a compiler, or drop --compile") from None
-    if s.init_from and not was:
-        new_model(s, corpus.vocab_size)
+    if s.init_from and not job.checkpoint:
+        new_model(s, corpus.vocab_size)  # whether the weights fit
     return job
 
 
@@ -690,8 +673,8 @@ def open_folder(job, named, held):
     with data.explain(f"make the run folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     held.enter_context(data.hold(folder))
-    if checkpoint_times(folder) != job.seen:
-        raise InputError(f"{folder} was trained by another process meanwhile: start this command again")
+    if holds_run(folder) and not job.checkpoint:
+        raise InputError(f"{folder} was begun by another process meanwhile: start this command again")
     return folder
 
 
@@ -725,7 +708,6 @@ def run(given):
             print_rank0(f"{path} is at step {was['step']} of {s.stop_at or s.steps} already: nothing is left to do")
             done.append(job.folder)
             continue
-        broadcast_from_rank0(corpus.check_unchanged)
         with contextlib.ExitStack() as held:
             folder = broadcast_from_rank0(partial(open_folder, job, "out" in given, held))
             again = f"python train.py --resume {shlex.quote(str(folder))}{sample.model_flag(s.model)}"
