@@ -639,7 +639,8 @@ def judge(job, corpus, device, given, several):
     check(s)
     if was := job.checkpoint:
         saved, end = was["meta"]["settings"], s.stop_at or s.steps
-        if corpus.sha256 != was["meta"]["data"]["sha256"] and not (s.eval_only and "data" in given):
+        same_data = corpus.sha256 == was["meta"]["data"]["sha256"] or (s.eval_only and "data" in given)
+        if not same_data and s.tokens == saved["tokens"]:
             raise InputError(f"{corpus.path} is not the data of this run ({job.folder}): take out what is new")
         for key, value in vars(s).items():
             if key not in MAY_CHANGE and value != saved.get(key):
