@@ -279,9 +279,7 @@ def autocast(s, device):
 def read_windows(corpus, split, s, index, device):
     """data.get_windows on a device, of a file that is still what it was when the run began."""
     corpus.check_unchanged()  # to read a page that was cut from it would end the process
-    windows = data.get_windows(corpus.split(split), s.seq, index)
-    corpus.check_unchanged()
-    return (x.to(device) for x in windows)
+    return (x.to(device) for x in data.get_windows(corpus.split(split), s.seq, index))
 
 
 @torch.no_grad()
@@ -297,6 +295,7 @@ def evaluate(model, corpus, split, s, device, count=None):
         x, y = read_windows(corpus, split, s, mine[i : i + s.micro], device)
         with autocast(s, device):
             nats += model(x, y)[1].item() * y.numel()
+    corpus.check_unchanged()
     model.train()
     n_tokens = len(index) * s.seq
     return sum_over_ranks([nats])[0] / n_tokens, n_tokens
