@@ -15,6 +15,7 @@ import codecs
 import math
 import os
 import statistics
+import sys
 from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -406,12 +407,11 @@ def main():
         raise InputError("two runs have the same name, and figures are named after them: rename one")
     out = parse_out(args.out)
     if args.text is None and args.prompt is None:
-        show_report(*diagnose(folders, args.wordnet and os.path.expanduser(args.wordnet)), out)
-        return
+        sys.exit(show_report(*diagnose(folders, args.wordnet and os.path.expanduser(args.wordnet)), out))
     text = Path(args.text).expanduser().read_bytes() if args.prompt is None else args.prompt.encode()
     if not text or args.wordnet:
         raise InputError("phases are drawn over a text that is not empty, and without --wordnet")
-    show_report(*phases(folders, text), out, written="")
+    sys.exit(show_report(*phases(folders, text), out, written=""))
 
 
 if __name__ == "__main__":

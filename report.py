@@ -387,10 +387,10 @@ def parse_out(text):
 
 def show_report(text, figures, out=None, written=None):
     """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. A figure that cannot be
-    drawn is a line on stderr, and at the end the exit code 2.
+    drawn is a line on stderr. Returns the exit code: 2 after such a line, else 0.
 
     Args: figures: {file name: function that draws it into a path}; written: what tables.md holds, if not `text`."""
-    written, paths, failed = text if written is None else written, [], False
+    written, paths, code = text if written is None else written, [], 0
     if out and written:
         paths.append(out / "tables.md")
         with explain(f"write {out}"):
@@ -402,10 +402,9 @@ def show_report(text, figures, out=None, written=None):
             paths.append(out / name)
         except Exception as e:  # whatever a library raises: other figures may be drawn
             note(f"error: {name} not drawn: {e if isinstance(e, InputError) else repr(e)}")
-            failed = True
+            code = 2
     print(text, *(f"wrote {path}" for path in paths), sep="\n", flush=True)
-    if failed:
-        sys.exit(2)
+    return code
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -835,7 +834,7 @@ def plot_forest(folders, path):
     height = 0.34 * sum(1 + len(rows) for rows in found.values())
     xlabel = "the first is faster  <     ratio of steps     >  the second is faster"
     with figure(path, title, [""], height=height, xlabel=xlabel) as (ax,):
-        y, names, means = 0, {}, [0.5, 4]
+        y, names, means = 0, {}, [0.35, 4]
         for group, rows in found.items():
             look = {"weight": "bold", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
             ax.text(0.01, y, group, transform=ax.get_yaxis_transform(), va="center", **look)
@@ -1162,7 +1161,7 @@ def main():
         figures = {target.name: figures[name]}
     if args.csv is not None:
         write_csv(args.csv, by_path)
-    show_report(text, figures, out, "" if one_figure else text)
+    sys.exit(show_report(text, figures, out, "" if one_figure else text))
 
 
 if __name__ == "__main__":
