@@ -42,7 +42,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from kernels import phase_memory
@@ -141,11 +140,14 @@ def modulus(z):
 
 
 class ModReLU(nn.Module):
-    """modReLU's learned bias b, one a channel: a threshold of |z|, the phase untouched. The rest: `gated`."""
+    """The modulus ReLU(|z| + b) of modReLU, with a learned bias b per channel: a threshold, the phase untouched."""
 
     def __init__(self, n):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(n))
+
+    def forward(self, size):
+        return F.relu(size + self.bias)
 
 
 class ComplexNorm(nn.Module):
@@ -181,62 +183,6 @@ def rope(q, k, position):
 # Channel mixing and memory, complex and real
 
 
-def parts(*rows):
-    """Real and imaginary part of each of some (tokens, 2n). On a CPU, for some tokens after the other: what is
-    computed of those stays in the cache."""
-    tokens, width = rows[0].shape
-    size = -(-(2**17) // width) if rows[0].is_cpu and not torch.compiler.is_compiling() else tokens
-    return zip(*([x.chunk(2, 1) for x in y.split(size)] for y in rows))
-
-
-def moduli(g_re, g_im, u_re, u_im, b):
-    """|g|, |u|, sigmoid(|g|), ReLU(|u| + b), and f, their ratio."""
-    size_g, size_u = ((re * re).addcmul_(im, im).add_(1e-12).sqrt_() for re, im in ((g_re, g_im), (u_re, u_im)))
-    gate, up = size_g.sigmoid(), F.relu(size_u + b)
-    return size_g, size_u, gate, up, gate * up / (size_g * size_u)
-
-
-def gated(g, u, b):
-    """eq. 1 before W_down: h = f g u with a real f = sigmoid(|g|) ReLU(|u| + b) / (|g| |u|), so that of g its phase
-    stays. g = W_g z and u = W_up z (tokens, 2n), the real parts first; b (n,); h as g."""
-    h = []
-    for (g_re, g_im), (u_re, u_im) in parts(g, u):
-        *_, f = moduli(g_re, g_im, u_re, u_im, b)
-        h.append(torch.cat(((g_re * u_re - g_im * u_im) * f, (g_re * u_im + g_im * u_re) * f), 1))
-    return torch.cat(h)
-
-
-class Gated(torch.autograd.Function):
-    """The same with its adjoint by hand, which keeps only g, u and h. With e = Re(h^* dL/dh) and w = f dL/dh it is
-        dL/dg = w u^* + e (1 - sigmoid(|g|) - 1/|g|) g/|g|        dL/db = sum e / (|u| + b)
-        dL/du = w g^* + e (1 / (|u| + b) - 1/|u|) u/|u|           where h = 0 both without 1 / (|u| + b)
-    """
-
-    forward = staticmethod(gated)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx, grad):
-        g, u, b, h = ctx.saved_tensors
-        dg, du, db = torch.empty_like(g), torch.empty_like(u), torch.zeros_like(b, dtype=g.dtype)
-        for (g_re, g_im), (u_re, u_im), (h_re, h_im), (w_re, w_im), to_g, to_u in parts(g, u, h, grad, dg, du):
-            size_g, size_u, gate, up, f = moduli(g_re, g_im, u_re, u_im, b)
-            e = (h_re * w_re).addcmul_(h_im, w_im)
-            e_up = e / up.clamp(min=1e-30)  # 0 where up is
-            db += e_up.sum(0)
-            w_re, w_im = w_re * f, w_im * f
-            along = e * (1 - gate - 1 / size_g) / size_g
-            to_g[0].copy_((along * g_re).addcmul_(w_re, u_re).addcmul_(w_im, u_im))
-            to_g[1].copy_((along * g_im).addcmul_(w_im, u_re).addcmul_(w_re, u_im, value=-1))
-            along = (e_up - e / size_u) / size_u
-            to_u[0].copy_((along * u_re).addcmul_(w_re, g_re).addcmul_(w_im, g_im))
-            to_u[1].copy_((along * u_im).addcmul_(w_im, g_re).addcmul_(w_re, g_im, value=-1))
-        return dg, du, db.to(b.dtype)
-
-
 class CGU(nn.Module):
     """Complex gated unit: W_down(gate_phase * modReLU(W_up z) * sigmoid(|W_g z|)), eq. 1."""
 
@@ -248,10 +194,12 @@ class CGU(nn.Module):
 
     def forward(self, z):
         """z (B, T, D, 2) -> the same"""
-        g, u = (wide(proj(z)).mT.flatten(-2).flatten(0, 1) for proj in (self.gate_proj, self.up_proj))
-        plain = torch.compiler.is_compiling() or forward_ad._current_level >= 0  # no use for an adjoint by hand
-        h = (gated if plain else Gated.apply)(g, u, self.act.bias)  # (B*T, 2 * 3D)
-        return self.down_proj(h.view(*z.shape[:2], 2, -1).mT.to(z.dtype))
+        g, u = wide(self.gate_proj(z)), wide(self.up_proj(z))
+        size_g, size_u = modulus(g), modulus(u)
+        scale = size_g.sigmoid() * self.act(size_u) / (size_g * size_u)  # eq. 1: the product g u keeps its phase alone
+        (g_re, g_im), (u_re, u_im) = re_im(g), re_im(u)
+        product = torch.stack((g_re * u_re - g_im * u_im, g_re * u_im + g_im * u_re), -2).mT
+        return self.down_proj((product * scale.unsqueeze(-1)).to(z.dtype))
 
 
 class RealGU(nn.Module):
