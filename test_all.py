@@ -1561,15 +1561,6 @@ def test_complex_primitives_at_zero(module):
     assert (out == 0).all() and gradient.isfinite().all()
 
 
-def test_gated_unit_has_the_gradient_of_its_formula():
-    """PAM eq. 1: the adjoint by hand against autograd's, over several pieces, above the threshold of modReLU and below."""
-    inputs = [x.requires_grad_() for x in (randn(500, 600), randn(500, 600, seed=1), randn(300, seed=2) - 1)]
-    results = [f(*inputs) for f in (pam.Gated.apply, pam.gated)]
-    assert 0.1 < (results[0] == 0).double().mean() < 0.9
-    ours, expected = (torch.autograd.grad((h * randn(500, 600, seed=3)).sum(), inputs) for h in results)
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["pam", "sam"])
 def test_protected_state_is_frozen(spec):
@@ -2968,10 +2959,13 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
     assert content("runs") == before
     # Another process begins, and ends, the second run while the sweep is at the first.
     argv, folder = [*SMALL, "--seeds", "1,2", "--out", "sweep"], Path("sweep/hmamba_D_32_L_2_H_2_N_4-text-tiny-s2")
+    order, drawn = data.train_index, set()
     with monkeypatch.context() as patch:
         at_step(patch, 1, lambda: shutil.copytree(whole, folder, dirs_exist_ok=True))
+        patch.setattr(data, "train_index", lambda n, seed, *at: drawn.add(seed) or order(n, seed, *at))
         assert_refused(program(train, *argv), f"{folder} was begun by another process meanwhile: start this")
     assert_same_run(whole, folder)
+    assert drawn == {1}  # the order is the seed's
     # A text that grew is told as such, though --epochs has become another number of steps.
     argv = [*SMALL[:10], *SMALL[12:], "--epochs", 1, "--stop_at", 1, "--out", "epochs"]
     assert program(train, *argv)[0] == 0
