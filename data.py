@@ -493,7 +493,7 @@ def read_file(file, path, name, column, separator, left):
                 text = json.loads(line)[column] if line.strip() else None
                 if text is not None:
                     yield (text + separator).encode(errors="replace")
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise InputError(f"{path}, line {number:,}: no JSON with a string named {column}") from None
     else:
         yield from iter(partial(file.read, 1 << 20), b"")

@@ -46,6 +46,11 @@ def effective_rank(S):
     return torch.where(s.sum(-1) > 0, torch.exp(-torch.xlogy(p, p).sum(-1)), 0.0)
 
 
+def memories(state):
+    """The memories S of PAM's or SAM's state, (layers, B, H, d, d, 2). A hybrid block has its attention's past beside."""
+    return torch.stack([S if torch.is_tensor(S) else S[0] for S, _ in filter(None, state)])
+
+
 @torch.no_grad()
 def state_ranks(model, tokens, positions):
     """Effective rank of the memories of a PAM or SAM that has read the first t of tokens (B, T), for each t of
@@ -53,9 +58,8 @@ def state_ranks(model, tokens, positions):
     state, ranks = None, []
     for begin, end in pairwise([0, *positions]):
         _, _, state = model(tokens[:, begin:end], state=state)
-        memories = torch.stack([layer[0] for layer in state if layer is not None])  # (layers, B, H, d, d, 2)
-        memories = memories if model.real else torch.view_as_complex(memories.contiguous())
-        ranks.append(effective_rank(memories).transpose(1, 2))
+        S = memories(state) if model.real else torch.view_as_complex(memories(state).contiguous())
+        ranks.append(effective_rank(S).transpose(1, 2))
     return torch.stack(ranks)
 
 
@@ -334,8 +338,7 @@ def complex_states(model, idx):
     for token in idx[0]:
         _, state = model.step(token[None], state)
         if isinstance(model, pam.PAM):
-            memories = torch.stack([layer[0][0] for layer in state if layer])  # (L, H, d, d, 2)
-            states.append(torch.view_as_complex(memories).diagonal(dim1=2, dim2=3))
+            states.append(torch.view_as_complex(memories(state)[:, 0].contiguous()).diagonal(dim1=2, dim2=3))
         else:
             psi = torch.stack([psi[0] for _, psi in state])  # (L, H, N, 2)
             states.append(torch.view_as_complex(psi.contiguous()))

@@ -812,8 +812,9 @@ def write_csv(path, logs):
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow(["run", "data", "parameters", *settings, *evaluation])
         for name, (header, *events) in logs.items():
-            run = [name, header["data"]["name"], header["params"]["total"], *map(header["settings"].get, settings)]
-            writer.writerows([*run, *map(e.get, evaluation)] for e in events if e["event"] in ("val", "final", "eval"))
+            about = [header["params"]["total"], *map(header["settings"].get, settings)]
+            writer.writerows([name, (e.get("data") or header["data"])["name"], *about, *map(e.get, evaluation)]
+                             for e in events if e["event"] in ("val", "final", "eval"))  # fmt: skip
 
 
 def plot_forest(folders, path):

@@ -386,11 +386,11 @@ def main():
     models = split_names(sample.import_models(args.model, (csp.Model,)), csp.MODELS)
     tasks = [import_task(name) for name in split_names(args.task, report.PAPER_TASKS)]
     numbers = {"epochs": args.epochs, "train_length": args.train_length, "lengths": lengths[0], "batch": args.batch}
-    lists = {"model": models, "task": tasks, "seeds": seeds}
+    lists = {"model": [*map(report.run_name, models)], "task": [*map(report.run_name, tasks)], "seeds": seeds}
     for is_wrong, message in (
         *((value < 1, f"--{name} must be at least 1") for name, value in numbers.items()),
         (not 0 < args.lr < math.inf, "--lr must be above 0"),
-        *((len({*values}) < len(values), f"--{name} names one of them twice") for name, values in lists.items()),
+        *((len({*values}) < len(values), f"--{name} gives two runs one name") for name, values in lists.items()),
     ):
         if is_wrong:
             raise InputError(message)

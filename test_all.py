@@ -1679,7 +1679,8 @@ FAULTS = [  # the files (a file: x), the command line, what the message has to s
     (parquet(documents(9), "body"), ["x", "--column", "id"], "id (--column); its columns: {'id': 'int64'"),
     (parquet(documents(99))[:-9], ["x"], "not a readable parquet file"),
     (flip(zipped({"a": text(9000)})), ["x"], "damaged or encrypted zip"),
-    (b'{"text": "a"}\n' * 9 + b'{"text": 3}\n', ["x"], "x, line 10: no JSON with a string named text"),
+    *((b'{"text": "a"}\n' * 9 + b'{"text": ' + value, ["x"], "x, line 10: no JSON with a string named text")
+      for value in (b"3}\n", b"[" * 200_000)),
     (NO_COLUMN, ["x"], 'without a column text): name one with --column, or "" for the lines as they are'),
     (b'[{"id": 1, "text": "a"},\n{"text": "b"}]', ["x"], "jq -c '.[]' x > FILE.jsonl"),
     ({"x.tokens": TOKENS.tobytes()}, ["x.tokens"], "says: add --tokens gpt2"),
@@ -3374,6 +3375,10 @@ def test_a_file_may_vary_our_models(program, gru, no_curves):
     Path("flat.py").write_text(gru)
     two = "lib/flat.py:MyGRU:D=8,flat.py:MyGRU:D=4"
     assert_refused(program(train, "--model", two, *SHORT), "two files have the name flat.py")
+    Path("other.py").write_text(gru)
+    for module, argv in ((train, SHORT), (tasks, ["--task", "parity", "--epochs", 1])):
+        alike = program(module, "--model", "lib/flat.py:MyGRU:D=8,other.py:MyGRU:D=8", *argv)
+        assert_refused(alike, "one name")
 
 
 GRU_FAULTS = [  # what is said, of which class, and what is replaced in the example
@@ -3435,7 +3440,8 @@ def write_log(folder, model, bpc, final=None, layers=(0.5, 0.2), total=10, **set
         events.append({"event": "val", "split": "val", "step": 20 * i, "val_loss": x * math.log(2)})
         events.append({"event": "train", "step": 20 * i, "loss": x * math.log(2) + 0.1})
         events.append({"event": "grad", "step": 20 * i, "layers": list(layers)})
-    events.append({"event": "eval", "split": "val", "step": 20, "val_loss": 0.1})  # of a whole split: not of the curve
+    # Of a whole split of another text: not of the curve.
+    events.append({"event": "eval", "split": "val", "step": 20, "val_loss": 0.1, "data": {"name": "other"}})
     if final != 0:
         end = {"val_loss": (final or bpc[-1]) * math.log(2), "step": 20 * (len(bpc) - 1)}
         events.append({"event": "final", "split": "val", **end})
@@ -3618,6 +3624,7 @@ def test_report_writes_what_is_asked_for(program):
     assert [(row["run"], row["model"], row["seed"] or row["seeds"], row["event"], row["step"]) for row in rows[:4]] == [
         ("english/a/log.jsonl", "hmamba", "1", event, step)
         for event, step in (("val", "0"), ("val", "20"), ("eval", "20"), ("final", "20"))]  # fmt: skip
+    assert [row["data"] for row in rows[:4]] == ["text", "text", "other", "text"]
     assert len(rows) == 12 and float(rows[3]["val_loss"]) == pytest.approx(3.1 * math.log(2))
     assert program(report, "english", "--forest", "--out", "all.png")[0] == 0
     assert Path("all.png").stat().st_size > 10_000
@@ -4044,16 +4051,18 @@ def test_phases_are_those_of_the_state(spec):
 def test_phases_over_a_text(program, drawn, tmp_path):
     """A picture a run, with the characters beside it; whitespace and no characters are shown; $ is no formula."""
     meta = {"size": "tiny", "settings": {}, "data": {}, "time_s": 0.0}
-    for spec in ("hmamba:D=8:L=5:H=5:N=2", "mamba:D=8:L=1"):
+    for spec in ("hmamba:D=8:L=5:H=5:N=2", "mamba:D=8:L=1", "pam:L=4:D=8:H=1:d=4:window=3"):
         model = make(spec)
         (tmp_path / spec[:5]).mkdir()
         saved = meta | {"spec": spec, "config": dataclasses.asdict(model.config)}
         sample.save_checkpoint(tmp_path / spec[:5] / "best.pt", saved, model, None, 1, {})
-    code, out, err = program(diagnose, "hmamb", "mamba", "--prompt", "$a$ \u00fc\n\u4e2d", "--out", "figures")
+    runs = "hmamb", "mamba", "pam:L"
+    code, out, err = program(diagnose, *runs, "--prompt", "$a$ \u00fc\n\u4e2d", "--out", "figures")
     assert (code, err) == (0, "")
-    assert out.splitlines() == ["hmamb: state psi_t over 10 tokens",
-                                "mamba: mamba:D=8:L=1 has no phase that can be drawn",
-                                "wrote figures/phases-hmamb.png"]  # fmt: skip
+    assert out.splitlines()[0] == "hmamb: state psi_t over 10 tokens"
+    assert out.splitlines()[1] == "mamba: mamba:D=8:L=1 has no phase that can be drawn"
+    assert drawn.keys() == {"phases-hmamb.png", "phases-pam:L.png"}
+    assert diagnose.state_ranks(model, torch.ones(2, 5, dtype=torch.int64), [2, 5]).shape == (2, 4, 1, 2)
     axes = drawn["phases-hmamb.png"]
     assert [ax.get_title() for ax in axes] == ["layer 0", "layer 1", "layer 3", "layer 4"]
     labels = [text.get_text() for text in axes[0].get_xticklabels()]
@@ -4609,7 +4618,7 @@ def test_finished_runs_are_kept_and_tabled(program, short_tasks, no_figures, mon
 TASK_FAULTS = [
     ("--task mod1", "unknown task 'mod1'; known: parity, dyck1, dyck1-iid, s3, mod2 ... mod99"),
     ("--task pairty", "did you mean parity?"), ("--task parity,", "unknown task ''"),
-    *((f"--{name} {names}", f"--{name} names one of them twice") for name, names in (
+    *((f"--{name} {names}", f"--{name} gives two runs one name") for name, names in (
         ("task", "parity,parity"), ("model", "all,rnn"), ("seeds", "1-3,2"))),
     ("--task toy.py:TOY", "cannot import toy.py: FileNotFoundError"),
     ("--model csp", "unknown model 'csp'; known: csp-vanilla"),

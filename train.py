@@ -697,6 +697,8 @@ def run(given):
     broadcast_from_rank0(lambda: data.codec(load().vocab_size) and None)  # rank 0 prepares the text, then all find it
     corpus = load()
     jobs = broadcast_from_rank0(lambda: [judge(job, corpus, device, given, several) for job in jobs])
+    if len({job.folder for job in jobs}) < len(jobs):
+        raise InputError("two of these runs have one folder, as their classes have one name: rename one")
     if corpus.sha256 != broadcast_from_rank0(lambda: corpus.sha256):
         raise InputError(f"{corpus.path} is another text here than on rank 0")
     done, diverged = [], []
