@@ -6,8 +6,8 @@
     python data.py FILE --column content    of a parquet or JSON lines file another column than `text`
     python data.py owt --verify             compares size and hash with what was prepared
 
-corpus    one flat file of tokens (bytes: 256 of them), memory-mapped. It is made whole or not at all, in a folder of its
-          own beside its record, meta.json
+corpus    one flat file of tokens (bytes: 256 of them), memory-mapped. It is made whole or not at all, in a folder where
+          meta.json records how far that came
 file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
           it. Its first 64 kB show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
 folder    its files, sorted by path. Hidden names, caches, links, folders of runs and what holds no text are left out
@@ -243,7 +243,7 @@ class Recipe:
     separator: str = SEPARATOR
     cut: int | None = None  # bytes that the corpus may have: it ends with the last document that fits whole
     size: int = 0  # bytes, about
-    download: int = 0  # bytes, about; both are on the disk while the corpus is prepared
+    download: int = 0  # bytes, about
 
 
 HUB = "https://huggingface.co"  # $HF_ENDPOINT may name a mirror: the hashes make any safe
@@ -289,7 +289,7 @@ NAMED = {
 # Downloading
 
 TIMEOUT = 10, 60  # seconds to connect, and without a byte
-RETRIES = 5  # of a request
+RETRIES = 5  # of a request; and of connections in a row that bring nothing
 BACKOFF = 1.0  # seconds, doubled after each further failure
 MAY_PASS = {408, 429, *range(500, 600)}  # a server that is crowded, or at fault
 
@@ -343,12 +343,15 @@ def obtain(source, path):
     note(f"downloading {source.url}")
     size, sha256 = (source.size, source.sha256) if source.sha256 else look_up(source.url, path)
     part = path.with_name(f"{path.name}.{sha256[:12]}.part")
+    failures = 0
     with open(part, "ab") as f, progress(total=size, initial=f.tell(), desc=path.name) as bar:
         while (begin := f.tell()) < size:
+            time.sleep(BACKOFF * 2**failures if failures else 0)
             with request(source.url, path, begin) as answer, suppress(requests.RequestException):  # it breaks off
                 for chunk in answer.iter_content(1 << 16):
                     bar.update(f.write(chunk[: size - f.tell()]))  # more would be found by the hash
-            if f.tell() == begin:
+            failures = failures + 1 if f.tell() == begin else 0
+            if failures > RETRIES:
                 raise InputError(f"the connection to {source.url} always breaks: run again later, to go on")
     if (found := hash_file(part)) != sha256:
         part.unlink()
@@ -445,28 +448,32 @@ def list_files(root, stdlib=False):
     return sorted(files), {} if stdlib else left
 
 
-def read_path(root, stdlib, column, separator, left):
-    """Yields (None, text) of a file, or of the files of a folder; adds to `left` what holds no text as it is."""
+def read_path(root, stdlib, column, separator, record):
+    """Yields (None, text) of a file, or of the files of a folder. The record gets what holds no text as it is."""
     files, _ = list_files(root, stdlib)
     for name, *_ in files:
         path = root / name
         with explain(f"read {path}"), open(path, "rb") as file:
-            for text in read_file(file, path, name or root.name, column, separator, left):
+            for text in read_file(file, path, name or root.name, column, separator, record["left_out"]):
                 yield None, text
     if list_files(root, stdlib)[0] != files:
         raise InputError(f"{root} changed while it was read: run again when nothing writes to it")
 
 
-def read_recipe(recipe, folder, left):
-    """Yields (split, text) of a named corpus. Its sources come into the folder when they are needed."""
-    size = 0
-    for source in recipe.sources:
-        obtain(source, folder / source.name)
-        for _, text in read_path(folder / source.name, False, "text", recipe.separator, left):
+def read_recipe(recipe, folder, record):
+    """Yields (split, text) of a named corpus from where its record ends, and (its address, None) behind each source. A
+    source is fetched into the folder when it is needed, and deleted when the caller has recorded it."""
+    size = record["size"]
+    for source in recipe.sources[len(record["sources"]) :]:
+        path = folder / source.name
+        obtain(source, path)
+        for _, text in read_path(path, False, "text", recipe.separator, record):
             size += len(text)
             if recipe.cut and size > recipe.cut:
                 return
             yield source.split, text
+        yield source.url, None
+        path.unlink()
 
 
 def read_file(file, path, name, column, separator, left):
@@ -549,36 +556,50 @@ def hold(folder, wait=False):
 
 
 def read_record(path, recipe):
-    """What meta.json says of the prepared file `path`, or None if it is not there, or was made of something else."""
-    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
-        record = json.loads(path.with_name("meta.json").read_bytes())
-        return record if path.exists() and record["sha256"] and record["recipe"] == recipe else None
+    """What meta.json says of the file `path` that is made of `recipe`, or of its part: a new record, if neither is."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        record, part = json.loads(path.with_name("meta.json").read_bytes()), path.with_name(f"{path.name}.part")
+        size = (part if part.exists() else path).stat().st_size
+        if record["recipe"] == recipe and (path.exists() if record["sha256"] else size >= record["size"]):
+            return record
+    return {
+        "recipe": recipe,
+        "sources": [],  # those that are in it whole
+        "splits": {},  # from, to: in bytes of the file, where the corpus has its own
+        "left_out": {},  # why: files that hold no text
+        "size": 0,  # bytes, so far
+        "sha256": None,  # only once it is whole
+    }
 
 
 def write_record(path, record):
     replace_file(path.with_name("meta.json"), lambda f: f.write(json.dumps(record, indent=1).encode()))
 
 
-def build(path, recipe, read, size):
-    """Makes the file `path`, whole or not at all, and returns its record. The arguments are those of `prepare`."""
-    record = {
-        "recipe": recipe,
-        "splits": {},  # from, to: in bytes of the file, where the corpus has its own
-        "left_out": {},  # why: files that hold no text
-    }
-    digest, part = hashlib.sha256(), path.with_name(f"{path.name}.part")
-    with open(part, "wb") as out, progress(total=size, desc=f"preparing {path.name}") as bar:
-        for split, text in read(record["left_out"]):
+def build(path, record, read, size):
+    """Makes the file `path`, whole or not at all, from where its record ends. Returns the finished record. read and
+    size: see `prepare`."""
+    part = path.with_name(f"{path.name}.part")
+    if record["size"] and not part.exists():  # it was stopped before its last line
+        os.replace(path, part)
+    with open(part, "ab") as out, progress(total=size, initial=record["size"], desc=f"preparing {path.name}") as bar:
+        out.truncate(out.seek(record["size"]))
+        for split, text in read(record):
+            if text is None:
+                out.flush()
+                os.fsync(out.fileno())  # the record must not be ahead of the bytes
+                record["sources"].append(split)
+                write_record(path, record | {"size": out.tell()})
+                continue
             begin = out.tell()
-            digest.update(text)
             bar.update(out.write(text))
             if split:
                 record["splits"].setdefault(split, [begin, 0])[1] = out.tell()
         out.flush()
-        os.fsync(out.fileno())  # the record must not be ahead of the bytes
+        os.fsync(out.fileno())
+    record["sha256"] = hash_file(part)
     os.replace(part, path)
-    length, mtime_ns, _ = stamp_of(path)
-    record |= {"size": length, "mtime_ns": mtime_ns, "sha256": digest.hexdigest()}
+    record["size"], record["mtime_ns"], _ = stamp_of(path)
     write_record(path, record)
     return record
 
@@ -586,14 +607,15 @@ def build(path, recipe, read, size):
 def prepare(path, recipe, read, size=None, verify=False):
     """Makes the file `path`, unless it is there whole, by its size and time or its hash. Returns its record.
 
-    Args: recipe: what it is made of, a JSON value; read: function of {why: names}, to which it adds what it leaves out,
-        that yields (split or None, bytes); size: in bytes, about; verify: compare the hash."""
+    Args: recipe: what it is made of, a JSON value; read: function of the record that yields (split or None, bytes), and
+        (name, None) where what came so far need not come again; size: in bytes, about; verify: compare the hash."""
     folder, record = path.parent, read_record(path, recipe)
-    if not record:
+    if not record["sha256"]:
         with explain(f"write into {folder} (NANOHILBERT_DATA may name another folder)"):
             folder.mkdir(parents=True, exist_ok=True)
             with hold(folder, wait=True):  # another process may have made it meanwhile
-                record = read_record(path, recipe) or build(path, recipe, read, size)
+                record = read_record(path, recipe)
+                record = record if record["sha256"] else build(path, record, read, size)
     with explain(f"read {path}"):
         length, mtime_ns, _ = stamp_of(path)
     if verify or (length, mtime_ns) != (record["size"], record["mtime_ns"]):
@@ -749,7 +771,7 @@ def load(name_or_path, seq, verify=False, tokens="bytes", column=None):
     name, path, make, left = find(name_or_path, "text" if column is None else column)
     record = make(verify=verify) if make else {}
     for source in NAMED[name_or_path].sources if name_or_path in NAMED else ():
-        with suppress(OSError):  # the corpus is whole
+        with suppress(OSError):  # the corpus is whole: the source in which it ends, or that a stop left
             path.with_name(source.name).unlink()
     left |= {why: left.get(why, []) + names for why, names in record.get("left_out", {}).items()}
     first = {why: ", ".join(sorted(names)[:3]) + ", ..." * (len(names) > 3) for why, names in sorted(left.items())}
@@ -835,7 +857,8 @@ def main():
     if args.corpus is None:
         for name in NAMED:
             recipe, path = NAMED[name], find(name)[1]
-            down, disk = recipe.download / 1e9, (recipe.download + recipe.size) / 1e9
+            largest = max((source.size or 0 for source in recipe.sources), default=0)  # with the corpus on the disk
+            down, disk = recipe.download / 1e9, (recipe.size + largest) / 1e9
             cost = f", downloads {down:.2f} GB, takes up to {disk:.2f} GB of disk" if down else ""
             prepared = path.exists() and f"{path.stat().st_size:,} bytes, prepared"
             print(f"{name:<12} {prepared or f'about {recipe.size:,} bytes, not prepared yet{cost}'}: {recipe.about}")

@@ -2083,7 +2083,7 @@ def assert_in_vain(cache, message):
 
 DOWNLOADS = {  # faults of a shard's answers (...: of all that follow); where requests begin, at 0 or behind what came
     "": "0", "drop": "0 h", "drop,drop,drop": "0 h h h", "stall": "0 h", "500,408,503": "0 0 0 0",
-    "drop,429": "0 h h", "drop,nothing": "0 h: always breaks", "404,...": "0: 404 Client Error",
+    "drop,429": "0 h h", "drop,nothing,nothing": "0 h h h", "nothing,...": "0 0 0 0 0 0: always breaks", "404,...": "0: 404 Client Error",
     "500,...": "0 0 0 0 0 0: too many 500 error", "html,...": "0: the server sends something else",
     "drop,html": "0 h: the server sends something else", "drop,no ranges": "0 h: the server sends something else",
     "flip": "0: came damaged", "drop,404": "0 h: put a copy as 0.parquet into /",
@@ -2185,10 +2185,14 @@ def test_named_corpora_are_pinned():
         assert name == "fineweb" or sum(source.size for source in recipe.sources) == recipe.download
 
 
-def test_download_by_hand(hub, toy, cache):
-    """A file put into the folder is taken if it is the right one, and else named."""
+def test_download_by_hand(hub, toy, cache, monkeypatch):
+    """A file put into the folder is taken if it is the right one, and else named. None stays longer than it is needed."""
+    there, obtain = [], data.obtain
+    monkeypatch.setattr(data, "obtain", lambda source, path: there.append(len([*path.parent.glob("*.parquet")]))
+                        or obtain(source, path))  # fmt: skip
     write_tree(cache, {"toy/0.parquet": hub.files[SHARDS[0]], "toy/1.parquet": flip(hub.files[SHARDS[1]])})
     assert_in_vain(cache, "1.parquet is not the right file .*: remove it")
+    assert there == [2, 1]
     (cache / "toy/1.parquet").write_bytes(hub.files[SHARDS[1]])
     assert_whole(cache, toy)
     assert not hub.log
