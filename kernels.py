@@ -46,7 +46,7 @@ import math
 import os
 import re
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -109,8 +109,8 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         ValueError: shapes, dtypes or devices that do not fit; an unknown method or backend; one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
-    tensors, shapes = (b, theta, log_decay, h0), "b: B T C 2, theta: B T C, log_decay: B T C|1, h0: B C 2"
-    _check(shapes.replace(" 2", "") if theta is None else shapes, *tensors)
+    tensors = b, theta, log_decay, h0
+    _check(REAL_SCAN if theta is None else SCAN, *tensors)
     if method == "clamped":
         if theta is None:
             raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
@@ -279,8 +279,7 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
             raise ValueError("the state is not (S or None, k, v), as an earlier call returns it")
         S, old_k, old_v = state
         known = {"B": B, "H": H, "N": N, "N^2": N * N, "2N+1": 2 * N + 1}
-        shapes = "k: B H T N 2, state_S: B H N^2 2N+1, state_k: B H n N 2, state_v: B H n N 2"
-        _check(shapes, all_k, S, old_k, old_v, one_dtype=True, **known)
+        _check(BORN_STATE, all_k, S, old_k, old_v, one_dtype=True, **known)
         if backend != "reference":
             S, old_k, old_v = born_fold(state)
         all_k, all_v = torch.cat((old_k, all_k), 2), torch.cat((old_v, all_v), 2)
@@ -406,19 +405,25 @@ def _pick(backend, *tensors, more=()):
     return backend, dtype
 
 
-# Names and axes of what the operations take, in their order
-CAYLEY = "delta: B T H N, dt: B T H, gate: B T H N, omega: H N, b: B T H N 2, h0: B H N 2"
-UNGATED = CAYLEY.replace(" gate: B T H N,", "")
-SELECTIVE = "u: B T E, dt: B T E, A: E N, B: B T N, C: B T N, h0: B E N"
-BORN = "q: B H T N 2, k: B H T N 2, v: B H T N 2"
-MEMORY = "q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2"
-REAL_MEMORY = MEMORY.replace(" 2", "")
-
-
-@cache
 def _axes(shapes):
-    """Name and axes of each tensor of "b: B T C 2, theta: B T C", read once."""
+    """Name and axes of each tensor of "b: B T C 2, theta: B T C"."""
     return [(name, axes.split()) for name, axes in (named.split(": ") for named in shapes.split(", "))]
+
+
+def _real(shapes):
+    """The same without the axis of pairs."""
+    return [(name, [axis for axis in axes if axis != "2"]) for name, axes in shapes]
+
+
+# What the operations take, in their order
+SCAN = _axes("b: B T C 2, theta: B T C, log_decay: B T C|1, h0: B C 2")
+REAL_SCAN = _real(SCAN)
+CAYLEY = _axes("delta: B T H N, dt: B T H, gate: B T H N, omega: H N, b: B T H N 2, h0: B H N 2")
+SELECTIVE = _axes("u: B T E, dt: B T E, A: E N, B: B T N, C: B T N, h0: B E N")
+BORN = _axes("q: B H T N 2, k: B H T N 2, v: B H T N 2")
+BORN_STATE = _axes("k: B H T N 2, state_S: B H N^2 2N+1, state_k: B H n N 2, state_v: B H n N 2")
+MEMORY = _axes("q: B H T d 2, k: B H T d 2, v: B H T d 2, log_gamma: B H T, state: B H d d 2")
+REAL_MEMORY = _real(MEMORY)
 
 
 def _check(shapes, *tensors, one_dtype=False, **sizes):
@@ -426,7 +431,7 @@ def _check(shapes, *tensors, one_dtype=False, **sizes):
     is given has its shape, with at least one step T and one coordinate N or d, a float dtype, and the device of the
     first; with one_dtype also its dtype. Sizes that are known already come by name."""
     sizes["2"], first = 2, None
-    for (name, axes), x in zip(_axes(shapes), tensors, strict=True):
+    for (name, axes), x in zip(shapes, tensors, strict=True):
         if x is None:
             continue
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -2252,22 +2257,23 @@ _triton_phase = _operator(
 # python kernels.py
 
 CHECKS = {  # every operation and form: a function, and the shapes of its inputs, the initial state last
-    "complex_scan": (complex_scan, "log_decay: B T C, theta: B T C, b: B T C 2, h0: B C 2"),
-    "complex_scan, real": (lambda a, *x, **k: complex_scan(a, None, *x, **k), "log_decay: B T 1, b: B T C, h0: B C"),
+    "complex_scan": (complex_scan, _axes("log_decay: B T C, theta: B T C, b: B T C 2, h0: B C 2")),
+    "complex_scan, real": (
+        lambda a, *x, **k: complex_scan(a, None, *x, **k), _axes("log_decay: B T 1, b: B T C, h0: B C")),
     "cayley_scan": (cayley_scan, CAYLEY),
-    "cayley_scan, no gate": (lambda *x, **k: cayley_scan(*x[:2], None, *x[2:], **k), UNGATED),
+    "cayley_scan, no gate": (lambda *x, **k: cayley_scan(*x[:2], None, *x[2:], **k), CAYLEY[:2] + CAYLEY[3:]),
     "selective_scan": (selective_scan, SELECTIVE),
     "born_attention, quadratic": (partial(born_attention, method="quadratic"), BORN),
     "born_attention, linear": (partial(born_attention, method="linear"), BORN),
     "phase_memory": (phase_memory, MEMORY),
     "phase_memory, real": (partial(phase_memory, real=True), REAL_MEMORY),
-}
+}  # fmt: skip
 
 
 def check_inputs(shapes, **sizes):
     """Typical inputs of these shapes in float64, the same in every call."""
     inputs = []
-    for seed, (name, axes) in enumerate(_axes(shapes)):
+    for seed, (name, axes) in enumerate(shapes):
         size = [int(axis) if axis.isdigit() else sizes[axis] for axis in axes]
         x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         typical = {"log_decay": -x.abs(), "log_gamma": -F.softplus(x - 2), "A": -1 - x.abs(), "dt": F.softplus(x - 3)}

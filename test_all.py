@@ -269,6 +269,7 @@ def test_autocast_changes_nothing(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error")  # a user of --compile would see it, too
 @EACH
 def test_compiles_to_the_same(name):
     """And forward mode, which traced tensors do not show, is refused there too."""
