@@ -887,7 +887,7 @@ def born_fold(state):
     full = k.shape[2] // BORN_CHUNK * BORN_CHUNK
     if not full:
         return S, k, v
-    with torch.autocast(k.device.type, enabled=False):
+    with torch.autocast("cpu" if k.is_meta else k.device.type, enabled=False):
         for chunk in _slices(full, BORN_CHUNK):
             u = F.pad(v[:, :, chunk].flatten(-2), (0, 1), value=1.0)
             part = _features(k[:, :, chunk].flatten(-2)).mT @ u
@@ -1024,7 +1024,7 @@ def phase_memory_dual(q, k, v, log_gamma, state=None, real=False):
     dtype = _compute_dtype(q, k, v, log_gamma, state)
     q, k, v = (_in_rows(x.to(dtype), real) for x in (q, k, v))
     head, D = _decays(log_gamma.to(dtype))
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         y = _fold(_weigh(_rows(q, real) @ k.mT, D) @ v, real)
         if state is not None:
             y = y + head * (q @ _rows(_in_rows(state.to(dtype).transpose(2, 3), real), real))

@@ -101,7 +101,7 @@ class Operation:
 
     def __post_init__(self):
         self.function, self.shapes = kernels.CHECKS[self.check]  # (*inputs, initial state, backend=) -> (output, state)
-        axes = [shape.split()[1:] for shape in self.shapes.split(", ")]
+        axes = [axes for _, axes in self.shapes]
         self.axis = axes[0].index("T")  # of time
         self.timed = [i for i, x in enumerate(axes) if "T" in x]  # numbers of the inputs that have a time axis
         self.stateful = "T" not in axes[-1]  # the initial state is among the inputs
@@ -269,7 +269,7 @@ def test_autocast_changes_nothing(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("error")  # a user of --compile would see it, too
+@pytest.mark.filterwarnings("error::UserWarning")  # a user of --compile would see it, too
 @EACH
 def test_compiles_to_the_same(name):
     """And forward mode, which traced tensors do not show, is refused there too."""
@@ -834,7 +834,7 @@ def print_resources():
     sizes = {"B": 1, "T": 1024, "C": 256, "E": 2048, "H": 16, "N": 16, "d": 64}
     for dtype, (function, shapes) in itertools.product((torch.float32, torch.bfloat16), kernels.CHECKS.values()):
         leaves = kernels.check_inputs(shapes, **sizes)
-        single = [named.split(":")[0] in "A dt omega log_gamma state h0".split() for named in shapes.split(", ")]
+        single = [name in ("A", "dt", "omega", "log_gamma", "state", "h0") for name, _ in shapes]
         leaves = [x.to(torch.float32 if y else dtype).requires_grad_() for x, y in zip(leaves, single)]
         function(*leaves, backend="triton")[0].sum().backward()
     del os.environ["TRITON_INTERPRET"]
@@ -1182,7 +1182,9 @@ def test_parameter_counts():
         model = on_meta(spec, L=1)
         counts = model.num_params()
         assert sum(counts.values()) == 2 * counts["total"] == 2 * sum(p.numel() for p in model.parameters())
-        assert model(torch.zeros(2, 70, dtype=torch.long, device="meta"))[0].shape == (2, 70, 256)
+        idx = torch.zeros(2, 70, dtype=torch.long, device="meta")
+        logits, _, state = model(idx)
+        assert logits.shape == model(idx, state=state)[0].shape == (2, 70, 256)
         assert ("omega" in counts) == (spec.startswith("htransformer") or spec[0] == "h" and "real" not in spec)
     # 6N+1 reals a head, and a bias; without a gate N fewer, without delta and dt N+1 fewer and a gate for each real
     for spec, reals in (("hmamba", 97), ("hmamba:gate=none", 81), ("hmamba:field=real", 96)):
