@@ -7,7 +7,7 @@ and projects every complex coordinate onto the unit circle. Two models share it.
 differ in what the recurrence carries on, in what Delta is computed from, and in A_shift (see `scan`).
 
     csp-vanilla   the block's own normalised output (Algorithm 1)             a non-linear recurrence
-    csp-fast      the state before the non-linearity (Algorithm 2, eq. 17)    a linear one, which a scan can evaluate
+    csp-fast      the state before the non-linearity (Algorithm 2)            a linear one, which a scan can evaluate
     rnn           tanh RNN, one layer                   complex-rnn    per-channel rotation, gated non-linear update
     signed-mamba  Mamba with transitions in [-1, 1]     decoder        decoder-only Transformer, sinusoidal positions
 
@@ -313,7 +313,8 @@ class RNN(Model):
 
 class ComplexRNN(Model):
     """h_t = (1 - u_t) e^{i phi_t} h_{t-1} + u_t tanh(W x_t + U h_{t-1}) with phi_t = W_phi x_t and
-    u_t = sigmoid(W_u x_t + U_u h_{t-1}). Section 3.1 has "per-channel rotation and gated nonlinear state update"."""
+    u_t = sigmoid(W_u x_t + U_u h_{t-1}). Section 3.1 has "per-channel rotation and gated nonlinear state
+    update", and three layers; the one layer is ours."""
 
     Config = RNNConfig
 

@@ -10,7 +10,7 @@ Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N state wi
     b, C     b_t and C_t, QS eq. 2, 5.5     (B, T, H, N, 2)  input and output projections, functions of the token
     delta    delta_t, QS 5.2                (B, T, H, N)     input-dependent frequency shift
     omega    omega, QS 5.2                  (H, N)           learned base frequencies
-    dt       Delta t, QS 5.2                (B, T, H, 1)     step size
+    dt       Delta t, QS 5.2                (B, T, H)        step size
     phi      phi, QS eq. 3                  (B, T, H, N)     argument of the Cayley map
     theta    arg lambda, QS eq. 3           (B, T, H, N)     phase of the transition, radians
     alpha    alpha, QS eq. 2                (B, T, H, N)     modulus of the transition, exp(log_decay)
@@ -28,7 +28,8 @@ alternating sign, psi0. The numbers and the rows marked * are ours: the paper do
     psi0                                circularly symmetric complex normal, used divided by its modulus, never 0
     conv1d, norms, head=mos *           PyTorch's own: uniform +-1/2 for a width of 4; 1; uniform
 Mamba takes the same for the tensors that both have (QS figure 2). Its own, init=official, as published: A_log =
-log(1..N), D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU Xavier, its last / sqrt(L).
+log(1..N), D = 1, dt_proj weight uniform +-R^-1/2 and bias as dt above; x_proj and SwiGLU Xavier, its last
+matrix / sqrt(L).
 """
 
 import math
@@ -173,7 +174,7 @@ class HMambaBlock(nn.Module):
         # Under bf16 autocast these logits are rounded to bf16; everything made of them is at least float32.
         p = dict(zip(self.widths, self.param_proj(F.silu(u)).split(list(self.widths.values()), -1)))
         if c.field == "complex":
-            heads = {key: x.unflatten(-1, (c.H, -1)) for key, x in p.items()}  # (B, T, H, N or 2N or 1)
+            heads = {key: logits.unflatten(-1, (c.H, -1)) for key, logits in p.items()}  # (B, T, H, N or 2N or 1)
             b, C = heads["b"].unflatten(-1, (-1, 2)), wide(heads["C"]).unflatten(-1, (-1, 2))
             dt = F.softplus(wide(p["dt"])).clamp(max=0.1)  # (B, T, H): one a head, QS 5.7
             # Algorithm 1 and eqs. 2-3: psi_t = alpha_t lambda_t psi_{t-1} + b_t with alpha = sigmoid(gate), of which

@@ -26,8 +26,8 @@ vectors of width 2N: under softmax the field changes nothing but the readout.
 
 Initialisation. From QS 5.6: Xavier for the input projections, a small std for param_proj, omega on a geometric grid
 with alternating sign, e. The numbers and the rows marked * are ours: the paper does not give them.
-    embedding *                     normal, std 0.01, as in hmamba.py and for its reason; tied to the output head. So
-                                    an untrained 253m starts 1.4 nats above ln 256: its blocks add that little
+    embedding *                     normal, std 0.01, as in hmamba.py and for its reason; tied to the output head. Even
+                                    so an untrained 253m starts 1.4 nats above ln 256
     in_proj, back_proj *            Xavier uniform; bias 0
     out_proj *                      Xavier uniform / sqrt(L); bias 0
     param_proj                      normal, std 0.02; bias 0
@@ -127,7 +127,7 @@ def angles(position, T, omega):
         return t * omega
     # At t = 1e7 a float32 product t omega has no digits left for the angle. So t = 256 n + m, and the turn up to 256 n
     # is an integer in units of 2^-38 radians, modulo 2 pi. Lost are the rounding of 2 pi to that unit, once a turn, at
-    # most 2^-41 t |omega| radians, 1e-5 at t = 1e7 and omega = 1; and digits of omega below the unit, if it is < 2^-14.
+    # most 2^-41 t |omega| radians, 1e-5 at t = 1e7, omega = 1; and digits of omega below the unit, if |omega| < 2^-14.
     n, m = t // 256, t % 256
     angle = m * omega
     if position + T > 256:
@@ -390,7 +390,7 @@ class Transformer(HTransformer):
 
 
 def matched_width(config):
-    """Hidden width of the feed-forward layer that brings Transformer nearest to H-Transformer of the same config."""
+    """Hidden width of the feed-forward layer that brings Transformer nearest to H-Transformer of equal D, L, H, N."""
     with torch.device("meta"):  # counts only: nothing is allocated
         complex_block = HTransformerBlock(HTransformerConfig(D=config.D, L=config.L, H=config.H, N=config.N))
         real_block = TransformerBlock(replace(config, mlp=1))

@@ -10,8 +10,9 @@ Sequence Modeling in Complex Hilbert Space" (PAM), eqs. 5-7.
     born_attention   o_i = sum_{j<=i} |<q_i|k_j>|^2 v_j / sum_{j<=i} |<q_i|k_j>|^2   used by H-Transformer
     phase_memory     S_t = gamma_t S_{t-1} + v_t (x) k_t^*,  y_t = S_t q_t         used by PAM and SAM
 
-Part I says what each operation is: its mathematics and adjoint, its float64 reference, its public function. That is
-all that a reader beside the papers needs. Part II computes the operations in PyTorch, Part III in Triton.
+Part I says what each operation is: its mathematics and adjoint, its float64 reference, its public function. A reader
+beside the papers needs no more, but for QS Algorithm 2 as printed (`complex_scan_clamped`) and PAM eq. 7
+(`phase_memory_dual`). Part II computes the operations in PyTorch, Part III in Triton.
 
 Glossary   B batch   T time   C channels of a scan (QS: H heads x N state width)   E d_inner   N state width
     log_decay (B, T, C)     log|a_t|, QS eq. 2            theta (B, T, C)   arg a_t in radians, QS eq. 3
@@ -26,7 +27,7 @@ the final one, and has gradients for both. States and sums are float32 (float64 
 dtype; only the Triton kernels of Born attention and phase memory multiply half-precision inputs, and under autocast all
 inputs, in bfloat16. The backward recomputes what it needs, so memory is O(T), but for the references and "dual".
 Algorithms are deterministic: the same inputs give the same bits, unless torch.cumsum runs on CUDA, for which PyTorch
-does not promise it: in "clamped", "dual", and the torch paths and the reference of Born attention and phase memory.
+does not promise it: in "clamped", "dual", the torch paths of Born attention and phase memory, and Born's reference.
 
 Gradients are those of backward() and torch.autograd.grad, once: the core of each torch and Triton path is one custom
 operator (for torch.compile, autocast, activation checkpointing and DDP). Other derivatives (jvp, torch.func, double

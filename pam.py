@@ -20,7 +20,8 @@ twice the heads (equal numbers in the state) and the width that brings its param
 
 Variants that the paper tried: order=sequential, all channel mixing before all memory, without rotary positions;
 qk=unit, queries and keys of modulus 1 in each coordinate; window=W, the hybrid "that adds sparse windowed attention
-every fourth block" (section III). Heads, place and scale of that attention are not given: see `WindowAttention`.
+every fourth block" (section III). Heads, width and scale of that attention, and its place in the block, are ours: see
+`WindowAttention`.
 
 Initialisation. What the paper does not give is ours and marked *.
     complex maps                   W_r and W_i (semi-)orthogonal, each / sqrt 2 *; real maps of SAM * (semi-)orthogonal
@@ -365,7 +366,7 @@ class PAM(nn.Module):
 
     Config, real = PAMConfig, False
     NO_DECAY = ()  # the paper decays with 0.01 and names no exemption; here the decayed tensors are those of rank 2
-    SIZES: ClassVar = {  # table 1
+    SIZES: ClassVar = {  # table 1, but for tiny
         "tiny": PAMConfig(D=100, L=4, H=4, d=16),
         "5m": PAMConfig(D=44, L=12, H=2, d=16),
         "10m": PAMConfig(D=80, L=12, H=4, d=16),

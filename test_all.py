@@ -4353,6 +4353,9 @@ def test_forks_of_csp_fast(monkeypatch):
     far = [(scores(f"csp-fast:scan=printed:eps={eps}") - scores("csp-fast")).abs().max() for eps in (1e-9, 1e-3)]
     assert 10 * far[0] < far[1]
     summed = "csp-gate/silu.py:SumSiLU"
+    for ignored in (f"{summed}:gate=sigmoid", f"{summed}:theta=step", f"{crossed}:eps=1e-3"):
+        with pytest.raises(data.InputError, match="known: sine|known: cumulative|eps=0.001"):
+            scores(ignored)
     assert (scores(summed) - scores("csp-fast")).abs().max() > 0.01
     monkeypatch.setattr(torch.nn.functional, "silu", lambda x: x)
     torch.testing.assert_close(scores(summed), scores("csp-fast"), rtol=0, atol=1e-5)
@@ -4995,7 +4998,7 @@ def test_pages_name_what_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_short_and_plain(page):
-    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (940, 9800)}[page]
+    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (1000, 10500)}[page]
     assert len(TEXTS[page].splitlines()) <= lines and len(TEXTS[page].split()) <= words
     assert [s for s in sentences(TEXTS[page]) if len(s.split()) > 25] == []
     rows = re.findall(r"^\|(.*\| \[[\w-]+\]\(results/README.md#.*)\|$", README, re.MULTILINE)  # the findings

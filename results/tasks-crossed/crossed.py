@@ -14,6 +14,11 @@ import csp
 class CrossedConfig(csp.CSPFastConfig):
     tested: str = csp.choice("printed", "associative")
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.eps != csp.EPS:
+            raise ValueError(f"eps={self.eps}: crossed scans have eps={csp.EPS}")
+
 
 class Crossed(csp.CSPFast):
     Config = CrossedConfig
