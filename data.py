@@ -514,8 +514,8 @@ def read_parquet(file, path, column):
     try:
         # With pre_buffer, or without the row group named, it reads ahead: memory would grow with the file.
         with ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
-            columns = {c.name: str(c.type) for c in table.schema_arrow}
-            if not re.fullmatch("(large_)?(string|binary)(_view)?", columns.get(column, "")):
+            columns, strings = {c.name: str(c.type) for c in table.schema_arrow}, "(large_)?(string|binary)(_view)?"
+            if not re.fullmatch(f"{strings}|dictionary<values={strings},.*", columns.get(column, "")):
                 raise InputError(f"{path} has no column of strings named {column} (--column); its columns: {columns}")
             for group in range(table.num_row_groups):
                 for batch in table.iter_batches(1000, row_groups=[group], columns=[column]):

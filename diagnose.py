@@ -47,7 +47,7 @@ def effective_rank(S):
 
 
 def memories(state):
-    """The memories S of PAM's or SAM's state, (layers, B, H, d, d, 2). A hybrid block has its attention's past beside."""
+    """The memories S of PAM's or SAM's state, (layers, B, H, d, d, 2). A hybrid block has a past beside."""
     return torch.stack([S if torch.is_tensor(S) else S[0] for S, _ in filter(None, state)])
 
 

@@ -164,7 +164,7 @@ class ComplexNorm(nn.Module):
 
 
 def rope(q, k, position):
-    """Turns pairs q, k (B, H, T, n, 2) at the positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
+    """Turns pairs q, k (B, H, T, n, 2) at positions m = position, ... by e^{i m theta_j}, theta_j = 10000^(-j/n)."""
     T, n = q.shape[2:4]
     theta = ROPE_BASE ** (-torch.arange(n).to(q) / n)
     m = torch.arange(position, position + T, device=q.device).unsqueeze(-1)  # (T, 1)

@@ -1151,8 +1151,9 @@ def main():
     else:
         try:
             text, figures = (task_report if tasks else training_report)([*by_path.values()])
-        except KeyError as e:
-            raise InputError(f"a log lacks {e}: it is of another version of train.py or tasks.py") from None
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+            what = f"{type(e).__name__}: {e}"
+            raise InputError(f"a log lacks a value ({what}): it is damaged, or of another version") from None
     if one_figure and not args.forest:
         ours = f"plot_{target.stem.partition('-')[0]}" in globals()  # a name of ours, or one of the user's own
         name = f"{target.stem}.png" if ours or tasks else "curves.png"

@@ -1648,10 +1648,10 @@ def joined(texts):
     return b"".join(t + b"\n\n" for t in texts if t is not None)
 
 
-def parquet(texts, column="text", **options):
+def parquet(texts, column="text", kind=None, **options):
     """A parquet file with two columns, 50 rows in a row group."""
-    columns = {"id": range(len(texts)), column: pa.array((t if t is None else t.decode() for t in texts), pa.string())}
-    pq.write_table(pa.table(columns), f := io.BytesIO(), **{"row_group_size": 50, "compression": "none"} | options)
+    strings = pa.array((t if t is None else t.decode() for t in texts), kind or pa.string())
+    pq.write_table(pa.table({"id": range(len(texts)), column: strings}), f := io.BytesIO(), **{"row_group_size": 50, "compression": "none"} | options)
     return f.getvalue()
 
 
@@ -1776,12 +1776,15 @@ CONVERTED = {  # a file; what it becomes; the column
     "parquet": (parquet(DOCUMENTS), joined(DOCUMENTS), None),
     "zstd": (parquet(DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
     "column": (parquet(DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
+    "dictionary": (parquet(DOCUMENTS, kind=pa.dictionary(pa.int32(), pa.large_string())), joined(DOCUMENTS), None),
     "jsonl BOM": (b'\xef\xbb\xbf{"text": "' + b"a" * 9000 + b'"}\n{"text": ""}', joined([b"a" * 9000, b""]), None),
     "jsonl blank": (b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900, joined([b"a"] + [b"b"] * 900), None),
-    "jsonl": ("".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(), joined(DOCUMENTS), "a"),
+    "jsonl": ("".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(),
+              joined(DOCUMENTS), "a"),
     "zip": (zipped({"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
             text(4000, 1) + text(5000), None),
-    "zip of others": (zipped({"b": zipped({"c": text(900)}), "a": parquet(DOCUMENTS)}), joined(DOCUMENTS) + text(900), None),
+    "zip of others": (zipped({"b": zipped({"c": text(900)}), "a": parquet(DOCUMENTS)}),
+                      joined(DOCUMENTS) + text(900), None),
     "zip with names of others": (zipped(dict.fromkeys(("n/mimetype", "n/data.pkl"), text(900))), text(900) * 2, None),
 }  # fmt: skip
 
@@ -2086,7 +2089,8 @@ def assert_in_vain(cache, message):
 
 DOWNLOADS = {  # faults of a shard's answers (...: of all that follow); where requests begin, at 0 or behind what came
     "": "0", "drop": "0 h", "drop,drop,drop": "0 h h h", "stall": "0 h", "500,408,503": "0 0 0 0",
-    "drop,429": "0 h h", "drop,nothing,nothing": "0 h h h", "nothing,...": "0 0 0 0 0 0: always breaks", "404,...": "0: 404 Client Error",
+    "drop,429": "0 h h", "drop,nothing,nothing": "0 h h h", "nothing,...": "0 0 0 0 0 0: always breaks",
+    "404,...": "0: 404 Client Error",
     "500,...": "0 0 0 0 0 0: too many 500 error", "html,...": "0: the server sends something else",
     "drop,html": "0 h: the server sends something else", "drop,no ranges": "0 h: the server sends something else",
     "flip": "0: came damaged", "drop,404": "0 h: put a copy as 0.parquet into /",
@@ -2189,7 +2193,7 @@ def test_named_corpora_are_pinned():
 
 
 def test_download_by_hand(hub, toy, cache, monkeypatch):
-    """A file put into the folder is taken if it is the right one, and else named. None stays longer than it is needed."""
+    """A file put into the folder is taken if it is the right one, and else named. None stays longer than needed."""
     there, obtain = [], data.obtain
     monkeypatch.setattr(data, "obtain", lambda source, path: there.append(len([*path.parent.glob("*.parquet")]))
                         or obtain(source, path))  # fmt: skip
@@ -3497,8 +3501,9 @@ def test_report_reads_logs(program, drawn, monkeypatch):
     write_log("a", "hmamba", [8, 3, 2.5, 2.1]), write_log("d", "hmamba", [8, 3, 2.5, 2.1], seeds="2")
     write_log("b", "mamba", [8, 5, 3.5, 2.5], final=2.6, layers=(0.1, 0.02))
     write_log("c", "mamba", [8, 3, 2.5, 2.3], seeds="2")
+    log = Path("b/log.jsonl")
     damaged = (f'{{"event": "val", "step": 20, "val_loss": {x}}}' for x in ("NaN", "1e999", '"2.5"', '2, "step": "x"'))
-    Path("b/log.jsonl").write_text("\n".join([Path("b/log.jsonl").read_text().rstrip(), *damaged, '{"event": "val", "st']))
+    log.write_text("\n".join([log.read_text().rstrip(), *damaged, '{"event": "val", "st']))
     monkeypatch.setattr(report, "shades", lambda _: 1 / 0)
     code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "--out", "figures")
     assert (code, err) == (2, "note: of b/log.jsonl these lines cannot be read and are left out: 16, 17, 18, 19, 20\n"
@@ -3644,11 +3649,13 @@ def test_report_refuses(program):
     write_log("x", "x.py:GRU", [8, 3]), write_log("y", "y.py:GRU", [8, 3], seeds="2")
     log, different = Path("a/log.jsonl").read_text(), "have different configurations: name those of one"
     for name, text in {"both": 2 * log, "empty": "", "list": "[1]\n", "other": '{"event": "val", "step": 1}\n',
-                       "keys": log.replace('"steps"', '"x"')}.items():  # fmt: skip
+                       "keys": log.replace('"steps"', '"x"'),
+                       "garbled": log.replace('"layers": [', '"layers": [null, ')}.items():  # fmt: skip
         Path(name).write_text(text)
     for argv, message in (
         ("a twice", "two runs of hmamba with seed 1: name one of them"), ("a config", different), ("x y", different),
-        ("both", "both holds the logs of several runs"), ("keys", "a log lacks 'steps'"),
+        ("both", "both holds the logs of several runs"), ("keys", "a log lacks a value (KeyError: 'steps')"),
+        ("garbled", "a log lacks a value (TypeError: "),
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
         ("list", "its first line is no header"), ("other", "its first line is no header"),
         ("a --forest --out all.png", "no two models of these runs"), ("a --forest", "--forest draws one figure"),
@@ -3807,7 +3814,8 @@ def test_late_metric(tmp_path):
     assert report.late_losses([header, {"event": "val", "val_loss": 1.0}, end]) == []
     of_tokens = [write_epochs(tmp_path / f"{model}", model, total, losses, tokens="gpt2") for model, total, losses in (
         ("pam", 10**6, [2.0 + math.log(3)] * 6), ("sam", 10**6, [2.0] * 6), ("pam:D=40", 10, late))]  # fmt: skip
-    table, ours, cut = (report.epochs_table(*report.group_runs(logs)[0]) for logs in (of_tokens, [events], [events[:-1]]))
+    groups = (report.group_runs(logs)[0] for logs in (of_tokens, [events], [events[:-1]]))
+    table, ours, cut = (report.epochs_table(*group) for group in groups)
     assert "| pam | 5m | 1,000,000 | 3.099 | 5.56 | 22.17 |" in table and "| sam / pam | 3.00 | 2.18 |" in table
     assert table.count(" / ") == 1  # not pam:D=40 / pam
     assert "5.56" not in ours and cut == ""
@@ -4337,8 +4345,8 @@ def test_printed_formula_fails_where_the_exact_scan_does_not():
 
 
 def test_forks_of_csp_fast(monkeypatch):
-    """results/tasks-crossed/crossed.py is trained with one scan and tested with another; results/csp-gate/silu.py is equal
-    to csp-fast where SiLU does nothing. And eps, large enough, changes what the printed formula computes."""
+    """results/tasks-crossed/crossed.py is trained with one scan and tested with another; results/csp-gate/silu.py is
+    equal to csp-fast where SiLU does nothing. And eps, large enough, changes what the printed formula computes."""
     idx = torch.randint(2, (2, 3, 64), generator=torch.Generator().manual_seed(0))
 
     def scores(spec, training=False):
