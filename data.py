@@ -80,8 +80,14 @@ class Extra:
     flush = write
 
 
+class Bar(tqdm):
+    def close(self):
+        self.delay = 0  # it may stand there already, if a note was printed above it: then it has to go
+        super().close()
+
+
 EXTRA = Extra()
-progress = partial(tqdm, file=EXTRA, unit="B", unit_scale=True, leave=False, delay=1, disable=None)  # on a terminal
+progress = partial(Bar, file=EXTRA, unit="B", unit_scale=True, leave=False, delay=1, disable=None)  # on a terminal
 
 
 def note(text):
@@ -854,6 +860,8 @@ def main():
     parser.add_argument("--column", default="text", help="of parquet, JSON lines (text); empty: the bytes of any file")
     parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
+    if args.corpus is None and args.verify:
+        raise InputError("--verify needs the name or path of a corpus")
     if args.corpus is None:
         for name in NAMED:
             recipe, path = NAMED[name], find(name)[1]

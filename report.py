@@ -5,7 +5,7 @@
     python report.py RUN RUN --out mine.pdf            the curves alone, under any name: .png, .pdf or .svg
     python report.py RUN RUN --out gap.pdf             one figure alone that has this name in the folder
     python report.py runs/* --csv losses.csv           a row for each run and evaluation
-    python report.py runs/tasks-40/* --out figures     length generalization
+    python report.py runs/tasks-40 --out figures       length generalization
     python report.py runs/pam* --out figures           runs in epochs: also power laws and their crossing
     python report.py --forest results/english results/stdlib --out forest.png    all ratios of steps in one figure
 
@@ -31,7 +31,6 @@ import warnings
 import zlib
 from contextlib import contextmanager
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +101,8 @@ def parse_event(line):
         finite = all(math.isfinite(event.get(key, 0)) for key in ("step", "loss", "val_loss"))
     except (ValueError, TypeError, AttributeError):
         return None
-    return event if finite and {"event", "step"} <= event.keys() else None
+    needed = {"event", "step", {"val": "val_loss", "train": "loss"}.get(event.get("event"), "step")}
+    return event if finite and needed <= event.keys() else None
 
 
 def read_log(path):
@@ -262,10 +262,17 @@ def of_header(form):
 
 
 def add_run(models, label, seed, events):
-    """Adds a run to {label: {seed: events}}. Raises InputError for a second one, and for another configuration."""
+    """Adds a run to {label: {seed: events}}, but not one that is there already, repeated bit for bit. Raises InputError
+    for another run of a seed, and for another configuration."""
     runs, header = models.setdefault(label, {}), events[0]
     if seed in runs:
-        raise InputError(f"two runs of {label} with seed {seed}: name one of them")
+        both = runs[seed], events
+        names = " and ".join(run[0].get("path", "?") for run in both)
+        course, other = ([(e["step"], e.get("val_loss"), e.get("acc")) for e in run] for run in both)
+        if course != other:
+            raise InputError(f"two runs of {label} with seed {seed}, {names}: name one of them")
+        note(f"note: {names} are equal, and count once")
+        return
     for other, *_ in runs.values():
         if (other.get("config"), other["settings"]["model"]) != (header.get("config"), header["settings"]["model"]):
             raise InputError(f"the runs of {label} have different configurations: name those of one")
@@ -288,7 +295,8 @@ COMPLEX = {"mamba": "hmamba", "transformer": "htransformer", "sam": "pam"}  # re
 FAMILIES = {"hmamba": "state space", "htransformer": "attention", "pam": "associative memory"}
 REAL = {*COMPLEX, "rnn", "signed-mamba", "decoder"}
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "font.size": 9,
-         "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 150}  # fmt: skip
+         "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8, "legend.handlelength": 4,
+         "savefig.dpi": 150}  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -331,14 +339,15 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
             for label, (look, curves) in panels[name].items() if isinstance(panels, dict) else ():
                 for x, y in curves if len(curves) > 1 else ():
                     ax.plot(x, y, **look | {"lw": 0.6, "alpha": 0.4, "marker": ""})
-                ax.plot(*mean_curve(curves), **{"lw": 1.6} | look, label=label)
+                x, y = mean_curve(curves)
+                ax.plot(x, y, **{"lw": 1.6, "marker": "o" if len(x) == 1 else None} | look, label=label)
             if xlabel in ("optimization step", "epoch"):
                 ax.xaxis.get_major_locator().set_params(integer=True)
         for ax in axes[len(panels) :]:
             ax.axis("off")
         yield axes[: len(panels)]
         labelled = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels())}
-        across = max(1, min(len(labelled), int(128 / (11 + max(map(len, labelled), default=0)))))
+        across = max(1, min(len(labelled), int(128 / (14 + max(map(len, labelled), default=0)))))
         title, lines = textwrap.fill(title, 108), -(-len(labelled) // across)
         fig.set_size_inches(7.5, height * rows + 0.2 * lines + 0.15 * title.count("\n") + 0.3)
         fig.suptitle(title, fontsize=9, parse_math=False)
@@ -350,7 +359,7 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
             path.parent.mkdir(parents=True, exist_ok=True)
             fig.savefig(path)
             if path.suffix.lower() == ".png":  # a third of the bytes
-                image = Image.open(path).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+                image = Image.open(path).convert("RGB").quantize(256, kmeans=1)
                 image.save(path, optimize=True)
 
 
@@ -381,8 +390,8 @@ def log_axis(ax, which, ticks=None, form="{x:g}"):
 def parse_out(text):
     """The folder that --out names. Raises InputError for what can be none."""
     out = Path(os.path.expanduser(text))
-    if not text or out.suffix.lower() in (*FORMATS, ".md", ".jpg"):
-        raise InputError(f"--out {text or repr(text)} must be a folder: tables and figures go into it")
+    if not text or out.suffix.lower() in (*FORMATS, ".md", ".jpg", ".jpeg", ".bmp", ".gif", ".eps"):
+        raise InputError(f"--out {text or repr(text)} must be a folder, or for report.py a figure, {', '.join(FORMATS)}")
     return out
 
 
@@ -670,11 +679,13 @@ def lines_of(models, points, **look):
     return {label: (style(label) | look, [*map(points, runs.values())]) for label, runs in models.items()}
 
 
-def cut_off_start(ax, *panels):
-    """Limits an axis of losses: the first fall, from 8 bits a byte, would take most of the height."""
+def without_start(*panels):
+    """({"ylim": limits}, a remark for the title) of an axis of losses: the first fall, from 8 bits a byte, would take
+    most of the height."""
     curves = [losses for lines in panels for _, runs in lines.values() for _, losses in runs]
     late = [y for losses in curves for y in losses[len(losses) // 5 :]]
-    ax.set_ylim(min(late) - 0.1, max(late) + 0.1)
+    cut = max(map(max, filter(None, curves))) > max(late)
+    return {"ylim": (min(late) - 0.1, max(late) + 0.1)}, "; the first fall is cut off" * cut
 
 
 def plot_curves(shared, models, path):
@@ -683,9 +694,10 @@ def plot_curves(shared, models, path):
     for name, members in by_family(models).items():
         for kind, what in (("val", "validation"), ("train", "training batches")):
             lines[f"{name}, {what}".removeprefix(", ")] = lines_of(members, partial(curve, kind=kind))
-    with figure(path, f"{caption(shared, models)}; the first fall is cut off", lines, 2,
+    limits, remark = without_start(*lines.values())
+    with figure(path, caption(shared, models) + remark, lines, 2,
                 xlabel="optimization step", ylabel=f"loss, {unit(shared['tokens'])}") as axes:  # fmt: skip
-        cut_off_start(axes[0], *lines.values())
+        axes[0].set(**limits)
 
 
 def plot_overlay(groups, path):
@@ -697,10 +709,11 @@ def plot_overlay(groups, path):
             label = ", ".join(filter(None, [label, kind_text(shared)]))
             mark = "os^DvPX<>*"[marks.setdefault(label.partition(", ")[2], len(marks)) % 10]
             lines.setdefault(f"loss, {unit(shared['tokens'])}", {})[label] = look | {"marker": mark}, curves
-    title = "Validation loss; the first fall is cut off"
+    limits, remarks = zip(*map(without_start, lines.values()))
+    title = "Validation loss" + max(remarks)
     with figure(path, title, lines, height=3.4, xlabel="optimization step", sharey=False) as axes:
-        for ax, drawn in zip(axes, lines.values()):
-            cut_off_start(ax, drawn)
+        for ax, limit in zip(axes, limits):
+            ax.set(**limit)
 
 
 def plot_steps(shared, models, path):
@@ -751,7 +764,8 @@ def plot_gradients(shared, models, path):
             look = {"color": colour, "lw": 1.2}
             lines.setdefault(label.replace(":", "\n", 1), {})[f"layer {layer}"] = look, [mean_curve(curves)]
     columns = min(3, len(lines))
-    with figure(path, caption(shared, models), lines, columns, 2.4, "optimization step", "gradient norm") as axes:
+    title = f"{caption(shared, models)}; means over the seeds"
+    with figure(path, title, lines, columns, 2.4, "optimization step", "gradient norm") as axes:
         log_axis(axes[0], "y")
 
 
@@ -963,7 +977,9 @@ def scaling_table(laws):
 
 def plot_scaling(laws, path):
     """PAM figure 2: loss and perplexity by parameters, error bars and fits. Runs of one size stand side by side."""
-    title, ylabel = "Late-epoch loss and perplexity by parameters, a point a run", ("loss, nats", "perplexity")
+    title = ("Late-epoch loss and perplexity by parameters. A point a run, beside others of its size; bars: standard "
+             "deviation of the evaluations")  # fmt: skip
+    ylabel = "loss, nats", "perplexity"
     with figure(path, title, ["", ""], 1, 3, "parameters", ylabel, sharey=False) as axes:
         for ax, (quantity, models) in zip(axes, laws.items()):
             for i, (name, (sizes, means, sigmas, law, slope)) in enumerate(models.items()):
@@ -1067,7 +1083,8 @@ def plot_lengths(task, models, path):
         return tuple(zip(*((t, x) for t, x in enumerate(acc, 1) if x is not None)))  # where it is scored
 
     lines = {"by length": lines_of(models, by_length), "by position": lines_of(models, by_position)}
-    title = f"{task}: {header['settings']['epochs']} epochs at length {length} (dotted); grey: the commonest answer"
+    epochs = header["settings"]["epochs"]
+    title = f"{task}: {epochs} epochs at length {length} (dotted); dashes across: the commonest answer"
     with figure(path, title, lines, 2, 3, ylabel="accuracy", sharex=False) as (left, right):
         for ax in (left, right):
             ax.axvline(length, color="0.4", ls=":", lw=1)
@@ -1100,7 +1117,7 @@ def plot_dynamics(groups, path):
     for key, what in (("grad_max", "gradient"), ("acc", "accuracy")):
         for task, runs in ((task, models[model]) for task, models in groups.items() if model in models):
             drawn = lines.setdefault(f"{task}, {what}", {})
-            for (seed, events), colour in zip(runs.items(), cycle(COLOURS.values())):
+            for (seed, events), colour in zip(runs.items(), shades(len(runs))):
                 points = [(e["epoch"], e[key]) for e in events if e["event"] == "train"]
                 drawn[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [tuple(zip(*points))]
     ylabel = "largest gradient norm\nsince the last point", "accuracy at the training length"
@@ -1124,8 +1141,12 @@ def task_report(logs):
 def find_logs(run):
     """What a RUN on the command line names: a log, a run folder, or all in a folder of these."""
     path = Path(os.path.expanduser(run))
-    below = [] if (path / "log.jsonl").exists() else sorted(path.glob("*.jsonl")) or sorted(path.glob("*/log.jsonl"))
-    return below or [path]
+    if not path.is_dir() or (path / "log.jsonl").exists():
+        return [path]
+    below = sorted(path.glob("*.jsonl")) or sorted(path.glob("*/log.jsonl"))
+    if not below:
+        raise InputError(f"{run} holds no run and no log")
+    return below
 
 
 def main():
@@ -1141,6 +1162,8 @@ def main():
     out = None if args.out is None else target.parent if one_figure else parse_out(args.out)
     found = {run: {path: read_log(path) for path in find_logs(run)} for run in args.runs}
     by_path = {path: events for logs in found.values() for path, events in logs.items()}
+    for path, (header, *_) in by_path.items():
+        header["path"] = str(path)
     tasks, *both = {"task" in events[0]["settings"] for events in by_path.values()}
     if both or (tasks and args.forest):
         raise InputError("logs of tasks.py go neither into one report with those of train.py, nor into --forest")
@@ -1164,6 +1187,7 @@ def main():
         figures = {target.name: figures[name]}
     if args.csv is not None:
         write_csv(args.csv, by_path)
+        print(f"wrote {args.csv}")
     sys.exit(show_report(text, figures, out, "" if one_figure else text))
 
 

@@ -238,7 +238,7 @@ def pick_device(name):
     cards = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     there = ["cuda", *cards] * bool(cards) + ["mps"] * torch.backends.mps.is_available() + ["cpu"]
     if name not in ("auto", *there):
-        raise unknown("unknown device", name, ["auto", *there])
+        raise InputError(f"no device {name!r} here; there are: {', '.join(['auto', *there])}")
     return torch.device(there[0] if name == "auto" else name)
 
 

@@ -19,7 +19,7 @@ An epoch is 78 batches of 64 sequences that no other epoch has. Accuracy is the 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
 repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). FILE.py:CLASS, a
 class of yours, is of either kind. Settings as in train.py: csp-fast:scan=printed. Finished runs are kept: the same
-command goes on where it was stopped. No two commands work in one folder.
+command goes on with the others, from their beginning. No two commands work in one folder.
 """
 
 import math
@@ -412,7 +412,11 @@ def main():
             model_class = sample.find_class(group[0].model, csp.MODELS | sample.MODELS)
             together = len(group) if issubclass(model_class, csp.Model) else 1
             for i in range(0, len(group), together):
-                run_group(group[i : i + together], out, device)
+                try:
+                    run_group(group[i : i + together], out, device)
+                except KeyboardInterrupt:
+                    data.note(f"stopped; finished runs are kept in {out}: the same command begins the others anew")
+                    raise
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
         alike = report.protocol([{"settings": asdict(groups[0][0])}])
         logs = [report.read_log(path) for path in sorted(out.glob("*/log.jsonl"))]

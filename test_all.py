@@ -495,6 +495,10 @@ def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monk
     wrong = lambda x, backend: (x * (1 if backend == "reference" else 1.001),)  # noqa: E731
     cases = [("broken", broken, inputs), ("wrong", wrong, inputs), *kernels.check_cases()]
     monkeypatch.setattr(kernels, "check_cases", lambda: cases)
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
+    with pytest.raises(ValueError, match="known: torch, triton, reference"):
+        kernels.check_device()
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "")
     assert not kernels.check_device()
     first, second, *lines = capsys.readouterr().out.splitlines()[5:]
     assert "FAILED: RuntimeError: no compiler found" in first and second.endswith("| FAILED |")
@@ -1651,7 +1655,8 @@ def joined(texts):
 def parquet(texts, column="text", kind=None, **options):
     """A parquet file with two columns, 50 rows in a row group."""
     strings = pa.array((t if t is None else t.decode() for t in texts), kind or pa.string())
-    pq.write_table(pa.table({"id": range(len(texts)), column: strings}), f := io.BytesIO(), **{"row_group_size": 50, "compression": "none"} | options)
+    table = pa.table({"id": range(len(texts)), column: strings})
+    pq.write_table(table, f := io.BytesIO(), **{"row_group_size": 50, "compression": "none"} | options)
     return f.getvalue()
 
 
@@ -1671,6 +1676,7 @@ FAULTS = [  # the files (a file: x), the command line, what the message has to s
     ({}, [""], "no corpus ''"),
     ({}, ["/dev/zero"], "no regular file"),
     ({}, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
+    ({}, ["--verify"], "--verify needs the name or path of a corpus"),
     (b"", ["x"], "error: x holds nothing to train on\n"),
     (text(2000), ["x"], "257 bytes, the shortest has 100; bring 5,140 in all"),
     ({"cache/a": text(900)}, ["cache"], "holds prepared corpora or a run"),
@@ -3003,7 +3009,8 @@ def test_init_from(program, cut):
     assert program(train, *argv, "--resume", "new", "--stop_at", 1)[0] == 0  # the same command goes on
     shutil.rmtree("cut")  # is needed no more
     Path("new/log.jsonl").unlink()
-    assert program(train, "--resume", "new")[0] == 0
+    done = program(train, "--resume", "new")
+    assert done[::2] == (0, "warning: the log of new is gone: a new one begins after step 1\n")
     assert report.read_log("new")[0]["origin"] == expected  # where the log is written anew
     assert steps_of("new", "final") == [2]
 
@@ -3158,7 +3165,7 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     *[("must be whole numbers from 0 to 2^32 - 1", NEW, f"--seeds {seeds}") for seeds in ("1,x", "4294967296", "1,01")],
     *[("impossible schedule", NEW, flags) for flags in ("--lr 0", "--lr 1e-3,nan", "--min_lr 1", "--warmup -1")],
     ("--stop_at 9 lies beyond --steps 8", NEW, "--stop_at 9"),
-    ("unknown device 'cuda:99'; known: auto, ", NEW, "--device cuda:99"),
+    ("no device 'cuda:99' here; there are: auto, ", NEW, "--device cuda:99"),
     ("--steps 9 differs from this run's 8", NEW, "--out run --steps 9"),
     ("cannot make the run folder", NEW, "--out text.txt/run"),
     ("--out . exists and is no run: name another folder", NEW, "--out ."),
@@ -3500,13 +3507,16 @@ def test_report_reads_logs(program, drawn, monkeypatch):
     are no events are left out, with a note."""
     write_log("a", "hmamba", [8, 3, 2.5, 2.1]), write_log("d", "hmamba", [8, 3, 2.5, 2.1], seeds="2")
     write_log("b", "mamba", [8, 5, 3.5, 2.5], final=2.6, layers=(0.1, 0.02))
-    write_log("c", "mamba", [8, 3, 2.5, 2.3], seeds="2")
+    write_log("c", "mamba", [8, 3, 2.5, 2.3], seeds="2"), write_log("again", "hmamba", [8, 3, 2.5, 2.1], micro=1)
     log = Path("b/log.jsonl")
     damaged = (f'{{"event": "val", "step": 20, "val_loss": {x}}}' for x in ("NaN", "1e999", '"2.5"', '2, "step": "x"'))
+    damaged = *damaged, '{"event": "val", "step": 20}', '{"event": "train", "step": 20}'
     log.write_text("\n".join([log.read_text().rstrip(), *damaged, '{"event": "val", "st']))
     monkeypatch.setattr(report, "shades", lambda _: 1 / 0)
-    code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "--out", "figures")
-    assert (code, err) == (2, "note: of b/log.jsonl these lines cannot be read and are left out: 16, 17, 18, 19, 20\n"
+    code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "again", "--out", "figures")
+    assert (code, err) == (2, "note: of b/log.jsonl these lines cannot be read and are left out: 16, 17, 18, 19, 20, "
+                              "21, 22\n"
+                              "note: a and again are equal, and count once\n"
                               "error: gradients.png not drawn: ZeroDivisionError('division by zero')\n")  # fmt: skip
     for row in (
         "| hmamba | 10 | 0.01 to 0.001 | 2 |",
@@ -3631,7 +3641,8 @@ def test_report_writes_what_is_asked_for(program):
     assert (code, err) == (0, "") and "| mamba / hmamba |" in out and "wrote my-own.pdf" in out
     assert Path("my-own.pdf").read_bytes().startswith(b"%PDF") and not Path("tables.md").exists()
     for name, what in (("gap", "above 0: the second leads"), ("mine", "the first fall is cut off")):
-        assert program(report, "english", "--out", f"{name}.svg")[0] == 0 and what in Path(f"{name}.svg").read_text()
+        assert program(report, "english", "--out", f"{name}.svg")[0] == 0
+        assert (what in Path(f"{name}.svg").read_text()) == (name == "gap")  # two evaluations are all shown
     rows = list(csv.DictReader(Path("losses.csv").open()))
     assert [(row["run"], row["model"], row["seed"] or row["seeds"], row["event"], row["step"]) for row in rows[:4]] == [
         ("english/a/log.jsonl", "hmamba", "1", event, step)
@@ -3644,7 +3655,7 @@ def test_report_writes_what_is_asked_for(program):
 
 def test_report_refuses(program):
     """Each is one line: runs that do not belong together, what is no log, what cannot be written."""
-    write_log("a", "hmamba", [8, 3]), write_log("twice", "hmamba", [8, 3], micro=1)
+    write_log("a", "hmamba", [8, 3]), write_log("twice", "hmamba", [8, 2]), Path("none").mkdir()
     write_log("config", "hmamba", [8, 3], seeds="2", total=11)
     write_log("x", "x.py:GRU", [8, 3]), write_log("y", "y.py:GRU", [8, 3], seeds="2")
     log, different = Path("a/log.jsonl").read_text(), "have different configurations: name those of one"
@@ -3653,13 +3664,14 @@ def test_report_refuses(program):
                        "garbled": log.replace('"layers": [', '"layers": [null, ')}.items():  # fmt: skip
         Path(name).write_text(text)
     for argv, message in (
-        ("a twice", "two runs of hmamba with seed 1: name one of them"), ("a config", different), ("x y", different),
+        ("a twice", "two runs of hmamba with seed 1, a and twice: name one of them"),
+        ("a config", different), ("x y", different), ("none", "none holds no run and no log"),
         ("both", "both holds the logs of several runs"), ("keys", "a log lacks a value (KeyError: 'steps')"),
         ("garbled", "a log lacks a value (TypeError: "),
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
         ("list", "its first line is no header"), ("other", "its first line is no header"),
         ("a --forest --out all.png", "no two models of these runs"), ("a --forest", "--forest draws one figure"),
-        ("a --csv .", "cannot write --csv ."), ("a --out curves.jpg", "must be a folder"),
+        ("a --csv .", "cannot write --csv ."), ("a --out curves.jpg", "must be a folder, or for report.py a figure, .png"),
         ("a --out=", "must be a folder"), ("a --out a/log.jsonl/figures", "cannot write a/log.jsonl/figures"),
         ("a --out gap.PDF", "gap.PDF is none of their figures: these runs have curves, "),
     ):  # fmt: skip
@@ -4613,7 +4625,8 @@ def test_finished_runs_are_kept_and_tabled(program, short_tasks, no_figures, mon
 
     monkeypatch.setattr(tasks, "train", watched)
     sweep = ["--task", "mod3", *QUICK, "--model", "rnn, csp-fast "]
-    assert program(train, *sweep)[0] == 130
+    code, _, err = program(train, *sweep)
+    assert (code, err) == (130, "stopped; finished runs are kept in here: the same command begins the others anew\n")
     assert [p.name for p in Path("here").glob("[!.]*")] == ["rnn-mod3-s42"]
     trained.append("a signal")
     assert program(tasks, *sweep, "--seeds", "41-43")[0] == 0 and trained[2:] == ["rnn"] * 2 + ["csp-fast"] * 3
@@ -4651,7 +4664,7 @@ TASK_FAULTS = [
     ("--lengths 16,x", "--lengths '16,x' is no list"),
     *((f"--{name} 0", f"--{name} must be at least 1") for name in ("lengths", "train_length", "epochs", "batch")),
     *((f"--lr {text}", "--lr must be above 0") for text in ("0", "nan")),
-    ("--device tpu", "unknown device"), ("--out=", "--out '' must be a folder"),
+    ("--device tpu", "no device 'tpu' here"), ("--out=", "--out '' must be a folder"),
     *((f"NANOHILBERT_BACKEND={name} --model rnn,csp-fast", f"csp-fast on mod3: {message}") for name, message in (
         ("tritn", "unknown NANOHILBERT_BACKEND 'tritn'"), ("triton", "backend='triton'"))),
     ("--model rnn --out text.txt/x", "cannot write into text.txt/x"),
@@ -4703,7 +4716,8 @@ def test_logs_that_do_not_fit_are_named(program, monkeypatch):
     """Damaged ones; and those that do not go into one report."""
     monkeypatch.setattr(tasks, "STEPS", 2)
     header, *rest = tasks.train(tasks.Settings("rnn", "mod3", 42, 1, 16, [4, 6], 64, 1e-3), [42], DEVICE)[0]
-    for name, epochs, events in [("a", 1, rest), ("b", 2, rest), ("copy", 1, rest), ("unfinished", 1, rest[:-1])]:
+    other = [e | {"acc": 0.1} if e["event"] == "eval" else e for e in rest]
+    for name, epochs, events in [("a", 1, rest), ("b", 2, rest), ("other", 1, other), ("unfinished", 1, rest[:-1])]:
         settings = header["settings"] | {"epochs": epochs}
         report.write_log(Path(name, "log.jsonl"), [header | {"settings": settings}, *events])
     write_log(Path("text"), "hmamba", [8, 3])
@@ -4711,9 +4725,9 @@ def test_logs_that_do_not_fit_are_named(program, monkeypatch):
     Path("here/rnn-mod3-s42/log.jsonl").write_text("{}\n")
     for module, given, message in [
         (tasks, QUICK, "rnn-mod3-s42"), (report, ["here/rnn-mod3-s42"], "rnn-mod3-s42"),
-        (report, ["a", "b"], "epochs is 1 and 2"), (report, ["copy", "a"], "two runs of rnn"),
+        (report, ["a", "b"], "epochs is 1 and 2"), (report, ["other", "a"], "of rnn with seed 42, other and a"),
         (report, ["unfinished"], "not finished"),
-        (report, ["copy", "text", "a"], "neither into one report with those of train.py"),
+        (report, ["text", "a"], "neither into one report with those of train.py"),
     ]:  # fmt: skip
         assert_refused(program(module, *given), message)
 

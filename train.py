@@ -25,6 +25,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
@@ -370,6 +371,7 @@ class Run:
         if s.compile:
             for layer in self.model.layers:
                 layer.compile()
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # of a convolution: no fault
         self.network = DistributedDataParallel(self.model) if world > 1 else self.model
 
     def open_log(self, **optimizer):
@@ -381,6 +383,8 @@ class Run:
                 part.unlink()  # a checkpoint that a kill left half written
             if not goes_on:
                 log.unlink(missing_ok=True)
+                if self.step:
+                    data.note(f"warning: the log of {self.folder} is gone: a new one begins after step {self.step}")
         self.log = report.Log(self.folder, self.start, keep=self.step if goes_on else None, active=rank == 0)
         ran = report.provenance(self.device, world)
         self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
