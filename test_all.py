@@ -3695,7 +3695,7 @@ def test_report_refuses(program):
 def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
     """Each number is that of the folder's tables; a bound where a run ends first."""
     folders = {path: [report.read_log(log) for log in sorted((ROOT / "results" / path).glob("*.jsonl"))]
-               for path in ("english", "english-constant", "host", "stdlib")}  # fmt: skip
+               for path in ("english", "english-constant", "host", "host-conv4", "stdlib")}  # fmt: skip
     report.plot_forest(folders, tmp_path / "forest.png")
     table = "".join(part.split("####")[0] for path in folders
                     for part in TABLES[f"results/{path}"].split("#### Ratio of steps")[1:])  # fmt: skip
