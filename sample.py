@@ -281,9 +281,11 @@ def read_file(path):
         return checkpoint | {"meta": json.loads(checkpoint["meta"]), "path": str(path)}
     except MemoryError:
         raise
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist") from None
     except Exception as e:  # zipfile and torch raise many kinds
         why = str(e) if type(e) is ValueError else type(e).__name__
-        raise InputError(f"{path} is no checkpoint: missing, cut short, damaged, or of other origin ({why})") from None
+        raise InputError(f"{path} is no checkpoint: cut short, damaged, or of other origin ({why})") from None
 
 
 def build(checkpoint, device="cpu"):

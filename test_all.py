@@ -3181,7 +3181,7 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("--out . exists and is no run: name another folder", NEW, "--out ."),
     ("--out '' names nothing", NEW, "--out="),
     *[("--resume RUN --eval_only", NEW, flags) for flags in ("--eval_only", "--split test")],
-    ("nothing is no checkpoint: missing", [], "--resume nothing"),
+    ("nothing does not exist", [], "--resume nothing"),
     ("no checkpoint in cache (looked for last.pt, prev.pt)", [], "--resume cache"),
     ("text.txt is no checkpoint", [], "--resume text.txt"),
     ("--model mamba differs from this run's hmamba", RESUME, "--model mamba"),
@@ -3331,7 +3331,7 @@ def test_sample_faults(program):
     numbers = {"num_samples": 0, "length": 0, "temperature": "nan", "top_k": -1, "top_p": 0, "repetition_penalty": 0,
                "seed": 10**19}  # fmt: skip
     for argv, message in (
-        ("", "no checkpoint in runs/ yet"), ("nothing", "nothing is no checkpoint"),
+        ("", "no checkpoint in runs/ yet"), ("nothing", "nothing does not exist"),
         *((f"x {flag}", "No such file or directory: 'no'") for flag in ("--prompt FILE:no", "--score no")),
         *((f"x {flag}", "the text is empty") for flag in ("--score /dev/null", "--prompt=")),
         *((f"x --{name} {value}", f"--{name} must lie between") for name, value in numbers.items()),
