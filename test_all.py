@@ -3695,7 +3695,7 @@ def test_report_refuses(program):
 def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
     """Each number is that of the folder's tables; a bound where a run ends first."""
     folders = {path: [report.read_log(log) for log in sorted((ROOT / "results" / path).glob("*.jsonl"))]
-               for path in ("english", "english-constant", "host", "host-conv4", "stdlib")}  # fmt: skip
+               for path in ("english", "english-1200", "english-constant", "host", "host-conv4", "stdlib")}  # fmt: skip
     report.plot_forest(folders, tmp_path / "forest.png")
     table = "".join(part.split("####")[0] for path in folders
                     for part in TABLES[f"results/{path}"].split("#### Ratio of steps")[1:])  # fmt: skip
@@ -5036,7 +5036,7 @@ def test_pages_name_what_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_short_and_plain(page):
-    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (1000, 10500)}[page]
+    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (1100, 11500)}[page]
     assert len(TEXTS[page].splitlines()) <= lines and len(TEXTS[page].split()) <= words
     assert [s for s in sentences(TEXTS[page]) if len(s.split()) > 25] == []
     rows = re.findall(r"^\|(.*\| \[[\w-]+\]\(results/README.md#.*)\|$", README, re.MULTILINE)  # the findings
