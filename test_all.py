@@ -1753,6 +1753,11 @@ def test_data_notes_and_bars_end_nothing(program, monkeypatch):
         with data.progress(range(3), mininterval=0, disable=False) as bar:
             assert list(bar) == [0, 1, 2]
         assert program(data, "nope")[0] == 2
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    monkeypatch.setitem(data.progress.keywords, "delay", 9)
+    with data.progress(range(3), disable=False):
+        data.note("a")  # below it the bar stands, before its time
+    assert "0/3" in shown.getvalue() and not shown.getvalue().rsplit("\r", 2)[1].strip()
 
 
 def test_data_programs_with_a_full_disk_for_output(cache):
@@ -5036,7 +5041,7 @@ def test_pages_name_what_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_short_and_plain(page):
-    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (1100, 11500)}[page]
+    lines, words = {"README.md": (250, 2500), "PAPERS.md": (400, 5000), "results/README.md": (900, 9300)}[page]
     assert len(TEXTS[page].splitlines()) <= lines and len(TEXTS[page].split()) <= words
     assert [s for s in sentences(TEXTS[page]) if len(s.split()) > 25] == []
     rows = re.findall(r"^\|(.*\| \[[\w-]+\]\(results/README.md#.*)\|$", README, re.MULTILINE)  # the findings
