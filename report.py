@@ -478,24 +478,29 @@ def split_label(label):
     return model, sorted(option for option in options if option.split("=")[0] not in SHAPE)
 
 
-def family(label):
-    """The complex model that a label's model is, or is the twin of. A user's class belongs to the model that its name
-    begins with, as HMambaMinus."""
+def parent(label):
+    """The name of a label's model; of a user's class that of the model which its name begins with, as HMambaMinus."""
     model = split_label(label)[0]
-    parent = re.match("HTransformer|Transformer|HMamba|Mamba|PAM|SAM", model)
-    name = parent[0].lower() if parent else model
-    return COMPLEX.get(name, name)
+    found = re.match("HTransformer|Transformer|HMamba|Mamba|PAM|SAM", model)
+    return found[0].lower() if found else model
+
+
+def family(label):
+    """The complex model that a label's model is, or is the twin or a variant of."""
+    return COMPLEX.get(parent(label), parent(label))
 
 
 def reference(label, labels):
-    """What a row is compared with, or None: its complex realization with the same options, or else without; for a
-    variant of a complex model that model; or else the first of its family, or of `labels`."""
+    """What a row is compared with, or None: for a user's variant of a model that model; its complex realization with
+    the same options, or else without; or else the first of its family, or of `labels`."""
     if label in FAMILIES:
         return None
+    model = split_label(label)[0]
     spec, known = label.partition(", ")[0], family(label) in FAMILIES
     relatives = [x for x in labels if (family(x) == family(label) if known else x.partition(", ")[0] == spec)]
-    twin = label.replace(split_label(label)[0], family(label), 1)
-    others = twin, family(label), *relatives[:1], next(iter(labels))
+    varied = parent(label) if parent(label) != model else label
+    twin = label.replace(model, family(label), 1)
+    others = varied, twin, family(label), *relatives[:1], next(iter(labels))
     return next((other for other in others if other in labels and other != label), None)
 
 
@@ -511,8 +516,8 @@ def by_family(models):
 def group_runs(logs):
     """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run;
     shared["kind"] is what the groups differ in, {setting: value}. Labels are models, with their rates where one has
-    several, and the ends of the cosine where a rate has several; complex models come before their twins. Raises
-    InputError for two runs of one label and seed, or of different configurations."""
+    several, and the ends of the cosine where a rate has several; complex models come before their twins, models
+    before their variants. Raises InputError for two runs of one label and seed, or of different configurations."""
     groups, place, found = {}, {name: i for i, name in enumerate(FAMILIES)}, []
     for events in logs:
         settings, data = {"tokens": "bytes", "init_from": "scratch"}, events[0]["data"]
@@ -533,7 +538,7 @@ def group_runs(logs):
             label = spec_label(s["model"]) + f", rate {s['lr']:g}" * (len(rates) > 1)
             label += f" to {s['min_lr']:g}" * (len({rate for rate, _ in rates}) < len(rates))
             add_run(models, label, s["seeds"], events)
-        order = sorted(models, key=lambda label: (place.get(family(label), 9), split_label(label)[0] in COMPLEX))
+        order = sorted(models, key=lambda x: (place.get(family(x), 9), parent(x) in COMPLEX, parent(x) not in x))
         found.append((shared, {label: models[label] for label in order}))
     return found
 
