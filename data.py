@@ -32,7 +32,6 @@ import sys
 import sysconfig
 import time
 import zipfile
-import zlib
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache, partial
@@ -101,6 +100,7 @@ note_once = lru_cache(note)
 def command_line(main, silent=False):
     """Runs a program's main(): an InputError becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A stream
     that is closed, or cannot show a character, stops nothing. silent: another rank prints what went wrong."""
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which matplotlib may not know here: no window is opened
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -252,7 +252,7 @@ class Recipe:
     download: int = 0  # bytes, about
 
 
-HUB = "https://huggingface.co"  # $HF_ENDPOINT may name a mirror: the hashes make any safe
+HUB = "https://huggingface.co"  # $HF_ENDPOINT may name a mirror: pinned hashes make any safe
 OWT = f"{HUB}/datasets/Skylion007/openwebtext/resolve/79d93d786212f7344586290adb811d4ae6a1762c/plain_text/"
 FINEWEB = f"{HUB}/datasets/HuggingFaceFW/fineweb/resolve/9bb295ddab0e05d785b879661af7260fed5140fc/sample/10BT/"
 WIKITEXT = f"{HUB}/datasets/Salesforce/wikitext/resolve/b08601e04326c79dfdd32d625aee71d232d685c3/wikitext-103-raw-v1/"
@@ -402,7 +402,7 @@ def kind_of(file, column):
         kinds = (kind for begins, kind in KINDS.items() if re.match(begins, head, re.DOTALL))
         return next(kinds, ("binary data", NOTHING))
     start = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    if re.match(rb'\[\s*\{(?s:.*?)%s\s*:' % re.escape(json.dumps(column)).encode(), start):
+    if re.match(rb'\[\s*\{\s*"', start):
         return "JSON array", "jq -c '.[]' {} > FILE.jsonl"
     if start.startswith(b"{"):
         file.seek(0)
@@ -496,7 +496,9 @@ def read_file(file, path, name, column, separator, left):
                     if not inner.endswith("/") and "/." not in f"/{inner}":
                         with archive.open(inner) as f:
                             yield from read_file(f, path / inner, f"{name}/{inner}", column, separator, left)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as e:
+        except (InputError, OSError, MemoryError):
+            raise
+        except Exception as e:  # zipfile and its decompressors raise many kinds
             raise InputError(f"{path} is a damaged or encrypted zip archive ({e})") from None
     elif kind == "parquet":
         yield from (text + separator.encode() for text in read_parquet(file, path, column))
@@ -857,7 +859,7 @@ def main():
     parser.add_argument("corpus", nargs="?", metavar="NAME_OR_PATH", help=named)
     parser.add_argument("--seq", type=int, default=256, help="tokens in a window, of which each split needs one (256)")
     parser.add_argument("--tokens", choices=TOKENS, default="bytes", help="bytes, or GPT-2's BPE (default: bytes)")
-    parser.add_argument("--column", default="text", help="of parquet, JSON lines (text); empty: the bytes of any file")
+    parser.add_argument("--column", default="text", help="of parquet, JSON lines (text); empty: bytes as they are")
     parser.add_argument("--verify", action="store_true", help="read all of what was prepared, and compare its hash")
     args = parser.parse_args()
     if args.corpus is None and args.verify:

@@ -411,7 +411,10 @@ def main():
     out = parse_out(args.out)
     if args.text is None and args.prompt is None:
         sys.exit(show_report(*diagnose(folders, args.wordnet and os.path.expanduser(args.wordnet)), out))
-    text = Path(args.text).expanduser().read_bytes() if args.prompt is None else args.prompt.encode()
+    if args.prompt is None:
+        text = Path(os.path.expanduser(args.text)).read_bytes()
+    else:
+        text = args.prompt.encode(errors="surrogateescape")
     if not text or args.wordnet:
         raise InputError("phases are drawn over a text that is not empty, and without --wordnet")
     sys.exit(show_report(*phases(folders, text), out, written=""))

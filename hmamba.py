@@ -59,7 +59,7 @@ class HMambaConfig:
     H: int = 4  # heads
     N: int = 16  # complex state width per head
     conv: int = 4  # width of the causal convolution
-    # complex | real: 2N real channels a head, each with its gate, no phase (0.3 % fewer parameters)
+    # complex | real: 2N real channels a head, each with its gate, no phase (0.3 to 0.5 % fewer parameters)
     field: str = "complex"
     gate: str = "sigmoid"  # sigmoid | none: alpha = 1, an exactly unitary transition
     scan: str = "exact"  # exact | clamped: QS Algorithm 2 as printed

@@ -37,9 +37,6 @@ import numpy as np
 
 from data import InputError, Parser, command_line, explain, note, replace_file
 
-os.environ.pop("MPLBACKEND", None)  # a notebook's, which matplotlib may not know here: no window is opened
-
-
 class Log:
     """log.jsonl of a run, one JSON object a line."""
 
@@ -51,7 +48,8 @@ class Log:
             kept = [e for e in read_log(self.path) if e["step"] <= keep and e["event"] not in ("final", "sample")]
             write_log(self.path, kept)
         elif active and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self.path.write_text(self.path.read_text(errors="replace") + "\n")  # after a line that a kill cut short
+            with open(self.path, "a") as f:
+                f.write("\n")  # after a line that a kill cut short
 
     def write(self, event, step, tokens, **values):
         if self.active:
@@ -263,8 +261,13 @@ def of_header(form):
 
 def add_run(models, label, seed, events):
     """Adds a run to {label: {seed: events}}, but not one that is there already, repeated bit for bit. Raises InputError
-    for another run of a seed, and for another configuration."""
-    runs, header = models.setdefault(label, {}), events[0]
+    for another run of a seed, and for another configuration, task, or content of the user's file that it is from."""
+
+    def identity(header):
+        settings = header["settings"]
+        return header.get("config"), settings["model"], settings.get("task"), header.get("files")
+
+    runs = models.setdefault(label, {})
     if seed in runs:
         both = runs[seed], events
         names = " and ".join(run[0].get("path", "?") for run in both)
@@ -274,7 +277,7 @@ def add_run(models, label, seed, events):
         note(f"note: {names} are equal, and count once")
         return
     for other, *_ in runs.values():
-        if (other.get("config"), other["settings"]["model"]) != (header.get("config"), header["settings"]["model"]):
+        if any(x != y and None not in (x, y) for x, y in zip(identity(other), identity(events[0]))):
             raise InputError(f"the runs of {label} have different configurations: name those of one")
     runs[seed] = events
 
@@ -689,6 +692,8 @@ def without_start(*panels):
     most of the height."""
     curves = [losses for lines in panels for _, runs in lines.values() for _, losses in runs]
     late = [y for losses in curves for y in losses[len(losses) // 5 :]]
+    if not late:
+        return {}, ""
     cut = max(map(max, filter(None, curves))) > max(late)
     return {"ylim": (min(late) - 0.1, max(late) + 0.1)}, "; the first fall is cut off" * cut
 
@@ -828,7 +833,7 @@ def write_csv(path, logs):
     windows, "final" and "eval" of a whole split, or in tasks of a length."""
     settings = ("model", "task", "size", "lr", "steps", "epochs", "seeds", "seed")
     evaluation = ("event", "split", "step", "epoch", "tokens", "time_s", "val_loss", "length", "acc")
-    with explain(f"write --csv {path}"), open(os.path.expanduser(path), "w") as f:
+    with explain(f"write --csv {path}"), open(os.path.expanduser(path), "w", errors="surrogateescape") as f:
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow(["run", "data", "parameters", *settings, *evaluation])
         for name, (header, *events) in logs.items():
@@ -858,7 +863,7 @@ def plot_forest(folders, path):
         y, names, means = 0, {}, [0.35, 4]
         for group, rows in found.items():
             look = {"weight": "bold", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
-            ax.text(0.01, y, group, transform=ax.get_yaxis_transform(), va="center", **look)
+            ax.text(0.01, y, group, transform=ax.get_yaxis_transform(), va="center", parse_math=False, **look)
             for (label, other), ratios in rows.items():
                 y -= 1
                 names[y] = f"{label}\n/ {other}"
@@ -1176,6 +1181,8 @@ def main():
         if not one_figure:
             raise InputError("--forest draws one figure: name it, such as --out forest.png")
         folders = {Path(run).resolve().name: [*logs.values()] for run, logs in found.items()}
+        if len(folders) < len(found):
+            raise InputError("two folders have one name, by which --forest groups: rename one")
         text, figures = "", {target.name: partial(plot_forest, folders)}
     else:
         try:

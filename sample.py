@@ -1,4 +1,4 @@
-"""Generates text from a checkpoint, token by token, with a state whose size does not grow.
+"""Generates text from a checkpoint, token by token.
 
     python sample.py                                    the newest run in runs/
     python sample.py runs/hmamba-stdlib-tiny-s1 --prompt "def main(" --temperature 0.7 --length 1000
@@ -61,6 +61,12 @@ def model_flag(spec):
     """What a command that loads a run of this model needs besides the run."""
     file, _, name = split_spec(spec)[0].partition(":")
     return f" --model {shlex.quote(f'{FILES[file][0]}:{name}')}" if file in FILES else ""
+
+
+def file_hashes(*names):
+    """{file: what its SHA-256 begins with} of the files that specs and tasks are from, as they were imported."""
+    files = [name.partition(":")[0] for name in names]
+    return {file: FILES[file][1][:12] for file in files if file in FILES}
 
 
 def find_class(spec, models=MODELS):
@@ -163,7 +169,7 @@ def import_models(text, other_contracts=()):
 def import_name(typed):
     """FILE.py:NAME, as the command line gives it -> (that without a folder, what the file calls so)."""
     file, _, name = typed.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = Path(os.path.expanduser(file)).resolve()
     if path.name not in FILES:
         found = importlib.util.spec_from_file_location(str(path), path)
         sys.modules[str(path)] = importlib.util.module_from_spec(found)  # where dataclasses look
@@ -172,7 +178,7 @@ def import_name(typed):
         try:
             found.loader.exec_module(sys.modules[str(path)])
             FILES[path.name] = path, hash_file(path)
-        except Exception as e:  # whatever a file does
+        except (Exception, SystemExit) as e:  # whatever a file does
             raise InputError(f"cannot import {file}: {reason(e)}") from None
     if FILES[path.name][0] != path:
         raise InputError(f"two files have the name {path.name}: rename one")
@@ -185,6 +191,11 @@ def import_name(typed):
 def step_faults(model_class, config, device="cpu", checkpointing=False):
     """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens and, if it
     is of a file, reads a text in pieces. The random numbers go on as if nothing had been."""
+
+    def expect(holds, fault):
+        if not holds:
+            raise ValueError(fault)
+
     x = torch.arange(8, device=device)[None] % config.V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
         try:
@@ -192,11 +203,11 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
             model.checkpointing = checkpointing
             logits, loss, _ = model(x, x)
             shape = tuple(logits.shape)
-            assert shape == (1, 8, config.V), f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})"
-            assert not loss.dim() and loss.isfinite(), "a loss that is no finite number: the mean in nats a token"
+            expect(shape == (1, 8, config.V), f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})")
+            expect(not loss.dim() and loss.isfinite(), "a loss that is no finite number: the mean in nats a token")
             loss.backward()
             unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            assert not unused, f"parameters without a gradient: {', '.join(unused)}"
+            expect(not unused, f"parameters without a gradient: {', '.join(unused)}")
             if isinstance(model, Defaults):
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                     whole, state = model.eval()(x)[0], model.init_state(1)
@@ -204,7 +215,7 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
                     second, _, state = model(x[:, 4:7], state=state)
                     third, _ = model.step(x[:, 7], state)
                 same = torch.allclose(torch.cat((first, second, third[:, None]), 1), whole, rtol=0.01, atol=0.01)
-                assert same, "in pieces, with the state carried on, a text has other logits"
+                expect(same, "in pieces, with the state carried on, a text has other logits")
         except Exception as e:  # whatever a model does
             if is_out_of_memory(e):
                 raise
@@ -424,13 +435,13 @@ def main():
     if source in ("-", "FILE:-"):
         prompt = sys.stdin.buffer.read()
     elif source.startswith("FILE:"):
-        prompt = Path(source.removeprefix("FILE:")).expanduser().read_bytes()
+        prompt = Path(os.path.expanduser(source.removeprefix("FILE:"))).read_bytes()
     else:
         prompt = source.encode("utf-8", errors="surrogateescape")
     if not prompt:
         raise InputError("the text is empty: a model needs one token to start from")
     import_models(args.model)
-    run, checkpoints = args.run and os.path.expanduser(args.run), [*Path("runs").glob("*/*.pt")]
+    run, checkpoints = args.run and os.path.expanduser(args.run), [p for p in Path("runs").glob("*/*.pt") if p.exists()]
     if not (run or checkpoints):
         raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
     run = run or max(checkpoints, key=os.path.getmtime).parent

@@ -131,12 +131,6 @@ def import_task(name):
     return name
 
 
-def file_hashes(s):
-    """{file: what its SHA-256 begins with} of the files that a run's task and model are from, as they were imported."""
-    files = [name.partition(":")[0] for name in (s.task, s.model)]
-    return {file: sample.FILES[file][1][:12] for file in files if file in sample.FILES}
-
-
 def make_batch(task, n, length, stream):
     """n sequences of a task of TASKS and their targets, (n, length) int64 each. `stream`, a tuple of integers, seeds
     them: numpy has frozen what RandomState draws, so that a run has the same data everywhere."""
@@ -271,7 +265,7 @@ def train(s, seeds, device):
         "event": "header", "step": 0, "tokens": 0, "time_s": 0.0, "trained_together": seeds,
         "params": {"total": sum(p.numel() for p in model.parameters()) // S},
         "data": {"name": s.task, "classes": TASKS[s.task].classes, "shares": shares.tolist()},
-        "files": file_hashes(s),
+        "files": sample.file_hashes(s.task, s.model),
     } | report.provenance(device, 1)  # fmt: skip
     logs = [[header | {"settings": asdict(replace(s, seed=seed))}] for seed in seeds]
 
@@ -346,7 +340,7 @@ def is_finished(out, s):
     path = log_path(out, s)
     if not path.exists():
         return False
-    events, files = report.read_log(path), file_hashes(s)
+    events, files = report.read_log(path), sample.file_hashes(s.task, s.model)
     before, now = events[0]["settings"] | events[0].get("files", files), asdict(s) | files
     if before != now:
         changed = "; ".join(f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k])

@@ -1670,8 +1670,8 @@ def parquet(texts, column="text", kind=None, **options):
     return f.getvalue()
 
 
-def zipped(members):
-    with zipfile.ZipFile(f := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
+def zipped(members, method=zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(f := io.BytesIO(), "w", method) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return f.getvalue()
@@ -1697,11 +1697,11 @@ FAULTS = [  # the files (a file: x), the command line, what the message has to s
     ({"x/a.TOKENS": text(900)}, ["x"], "(left out: GPT-2's tokens: a.TOKENS)"),
     (parquet(documents(9), "body"), ["x", "--column", "id"], "id (--column); its columns: {'id': 'int64'"),
     (parquet(documents(99))[:-9], ["x"], "not a readable parquet file"),
-    (flip(zipped({"a": text(9000)})), ["x"], "damaged or encrypted zip"),
+    *((flip(zipped({"a": text(9000)}, method)), ["x"], "damaged or encrypted zip") for method in (8, 14)),
     *((b'{"text": "a"}\n' * 9 + b'{"text": ' + value, ["x"], "x, line 10: no JSON with a string named text")
       for value in (b"3}\n", b"[" * 200_000)),
     (NO_COLUMN, ["x"], 'without a column text): name one with --column, or "" for the lines as they are'),
-    (b'[{"id": 1, "text": "a"},\n{"text": "b"}]', ["x"], "jq -c '.[]' x > FILE.jsonl"),
+    *((array, ["x"], "jq -c '.[]' x > FILE.jsonl") for array in (b'[{"id": 1, "text": "a"}, {}]', b'[\n{ "id": 1}]')),
     ({"x.tokens": TOKENS.tobytes()}, ["x.tokens"], "says: add --tokens gpt2"),
     *(({name: content}, [name, "--tokens", "gpt2"], message) for name, content, message in (
         ("odd.tokens", TOKENS.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
@@ -1827,7 +1827,7 @@ def test_data_converted(kind, cache):
 
 
 BEGINNINGS = [  # texts; and what formats of other files begin with
-    "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "[1, 2]\n", "[{\"a\": 1}]", "\ufeff",
+    "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "[1, 2]\n", "[{1}]", "\ufeff",
     "\x1b[1mbold\x1b[0m \f\b\x1a", "быть", "生存", "🙂",
     '{"a": "', '{\n"text": 1}\n' * 900, "{}{}" * 900, "{not JSON}\n" * 900,  # one object, or no table at all
 ]  # fmt: skip
@@ -2411,21 +2411,19 @@ def program(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "cache"))
     words = np.random.RandomState(0).choice(["phase ", "state ", "gate ", "to be or not\n", "0.5 "], 12_000)
     (tmp_path / "text.txt").write_text("".join(words))
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def run(module, *argv):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, argv)])
-        train.stop_signals.clear()
+        handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
         code = 0
         try:
             data.command_line(module.main)
         except SystemExit as e:
             code = e.code or 0
+        assert handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
         return code, *capsys.readouterr()
 
-    yield run
-    for s, handler in handlers.items():
-        signal.signal(s, handler)
+    return run
 
 
 @pytest.fixture
@@ -2609,6 +2607,12 @@ def a_bad_log(program, monkeypatch, garbage):
 
 
 def a_kill_in_the_last_validation(program, monkeypatch):
+    """Also by Ctrl-C, which does not wait for its end."""
+    real, interrupt = train.evaluate, lambda: os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(train, "evaluate", lambda *args: real(*args) if args[5:] else interrupt())
+    code, out, _ = program(train, "--resume", "cut")
+    assert (code, sample.read_checkpoint("cut")["step"]) == (130, 8) and "with: python train.py --resume cut\n" in out
+    monkeypatch.setattr(train, "evaluate", real)
     assert program(train, "--resume", "cut")[0] == 0
     events = [e for e in report.read_log("cut") if e["event"] not in ("final", "sample")]
     Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -3023,19 +3027,22 @@ def test_init_from(program, cut):
     assert all(torch.equal(before[key], now[key]) for key in before)  # at that rate
     assert program(train, *argv, "--resume", "new", "--stop_at", 1)[0] == 0  # the same command goes on
     shutil.rmtree("cut")  # is needed no more
-    Path("new/log.jsonl").unlink()
-    done = program(train, "--resume", "new")
-    assert done[::2] == (0, "warning: the log of new is gone: a new one begins after step 1\n")
+    for step in 1, 2:  # 2: the run was complete
+        Path("new/log.jsonl").unlink()
+        done = program(train, "--resume", "new")
+        assert done[::2] == (0, f"warning: the log of new is gone: a new one begins after step {step}\n")
     assert report.read_log("new")[0]["origin"] == expected  # where the log is written anew
     assert steps_of("new", "final") == [2]
 
 
-def test_eval_only_judges_the_best_checkpoint(program, straight):
+def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
     shutil.copytree(straight, "run")
     before = content("run")
     Path("other.txt").write_text(Path("text.txt").read_text()[::-1])
     model, _ = sample.load("run")
-    for split, path, argv in (("test", "text.txt", []), ("val", "other.txt", ["--data", "other.txt"])):
+    write_text = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda *_: raise_error(OSError("full")))  # a log is not written anew
+    for split, path, argv in (("test", "text.txt", []), ("val", "other.txt", ["--out", "run", "--data", "other.txt"])):
         tokens = data.load(path, 32).split(split)
         n = data.num_windows(tokens, 32)
         with torch.no_grad():
@@ -3049,6 +3056,7 @@ def test_eval_only_judges_the_best_checkpoint(program, straight):
         assert logged["data"]["name"] == Path(path).stem and logged["val_loss"] == pytest.approx(loss, rel=1e-6)
         with open("run/log.jsonl", "a") as f:
             f.write('{"event": "train"')  # a line that a kill cut short does not swallow the next one
+    monkeypatch.setattr(Path, "write_text", write_text)
     Path("alone").mkdir()
     shutil.copy("run/best.pt", "alone")
     for logs in ([], [Path("alone/log.jsonl")]):
@@ -3122,6 +3130,9 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
     assert re.search(rf"^error: run3: after step 2: {where}\n$", err, re.M)
     last = sample.read_checkpoint("run3/last.pt")
     assert last["step"] == 2 and all(x.isfinite().all() for x in last["model"].values())
+    monkeypatch.setattr(train, "evaluate", lambda *_: (math.nan, 32))
+    err = program(train, *SMALL, "--out", "run4")[2]
+    assert "after step 0: loss nan, first not finite in the loss itself; no good checkpoint was saved yet" in err
 
 
 @pytest.mark.slow
@@ -3337,7 +3348,8 @@ def test_sample_faults(program):
                "seed": 10**19}  # fmt: skip
     for argv, message in (
         ("", "no checkpoint in runs/ yet"), ("nothing", "nothing does not exist"),
-        *((f"x {flag}", "No such file or directory: 'no'") for flag in ("--prompt FILE:no", "--score no")),
+        *((f"x {flag}", "No such file or directory: '") for flag in ("--prompt FILE:no", "--score ~no-one/no")),
+        ("x --model ~no-one/no.py:X", "cannot import ~no-one/no.py: FileNotFoundError"),
         *((f"x {flag}", "the text is empty") for flag in ("--score /dev/null", "--prompt=")),
         *((f"x --{name} {value}", f"--{name} must lie between") for name, value in numbers.items()),
         ("x --temp 1", "unrecognized arguments: --temp 1"),
@@ -3382,6 +3394,10 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
     assert "differs from" in program(train, "--resume", run, "--model", f"{spec}:D=4")[2]
     code, out, _ = program(train, "--resume", run, "--model", f"../lib/{spec}")
     assert code == 0 and f"python sample.py {run} --model {Path(spec).resolve()})" in out
+    with open("mygru.py", "a") as f:
+        f.write("\n")
+    sample.FILES.clear()
+    assert_refused(program(train, "--resume", run, "--model", spec), "mygru.py was changed since this run began")
     assert program(train, "--resume", run, "--model", spec, "--eval_only")[0] == 0
     assert "| MyGRU D=8 |" in report.training_report([report.read_log(run)])[0]
     assert program(tasks, *QUICK, "--model", f"{spec}:L=1")[0] == 0 and Path("here/MyGRU_L_1-mod3-s42").exists()
@@ -3431,6 +3447,7 @@ GRU_FAULTS = [  # what is said, of which class, and what is replaced in the exam
      ("states.append(h)", "states.append(h * 0)")),
     (r"cannot import lib/mygru.py: ImportError: .*\(mygru.py, line 4\)", "MyGRU", ("import nn", "import nm")),
     ("cannot import lib/mygru.py: SyntaxError", "MyGRU", ("def __init__(self", "def __init__(self,")),
+    ("cannot import lib/mygru.py: SystemExit", "MyGRU", ("import nn", "import nn; raise SystemExit")),
 ]  # fmt: skip
 
 
@@ -3674,6 +3691,10 @@ def test_report_refuses(program):
     write_log("a", "hmamba", [8, 3]), write_log("twice", "hmamba", [8, 2]), Path("none").mkdir()
     write_log("config", "hmamba", [8, 3], seeds="2", total=11)
     write_log("x", "x.py:GRU", [8, 3]), write_log("y", "y.py:GRU", [8, 3], seeds="2")
+    write_log("z", "x.py:GRU", [8, 3], seeds="2"), write_log("begun", "hmamba", [], 0, steps=20)
+    for path in Path("x/log.jsonl"), Path("z/log.jsonl"):  # x.py was edited between them
+        path.write_text(path.read_text().replace('"params"', f'"files": {{"x.py": "{path}"}}, "params"'))
+    shutil.copytree("a", "in/a")
     log, different = Path("a/log.jsonl").read_text(), "have different configurations: name those of one"
     for name, text in {"both": 2 * log, "empty": "", "list": "[1]\n", "other": '{"event": "val", "step": 1}\n',
                        "keys": log.replace('"steps"', '"x"'),
@@ -3681,12 +3702,12 @@ def test_report_refuses(program):
         Path(name).write_text(text)
     for argv, message in (
         ("a twice", "two runs of hmamba with seed 1, a and twice: name one of them"),
-        ("a config", different), ("x y", different), ("none", "none holds no run and no log"),
+        ("a config", different), ("x y", different), ("x z", different), ("none", "none holds no run and no log"),
         ("both", "both holds the logs of several runs"), ("keys", "a log lacks a value (KeyError: 'steps')"),
         ("garbled", "a log lacks a value (TypeError: "),
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
         ("list", "its first line is no header"), ("other", "its first line is no header"),
-        ("a --forest --out all.png", "no two models of these runs"), ("a --forest", "--forest draws one figure"),
+        ("a --forest --out all.png", "no two models of these runs"), ("a in/a --forest --out b.png", "have one name"), ("a --forest", "--forest draws one figure"),
         ("a --csv .", "cannot write --csv ."), ("a --out curves.jpg", "must be a folder, or for report.py a figure, .png"),
         ("a --out=", "must be a folder"), ("a --out a/log.jsonl/figures", "cannot write a/log.jsonl/figures"),
         ("a --out gap.PDF", "gap.PDF is none of their figures: these runs have curves, "),
@@ -3695,6 +3716,10 @@ def test_report_refuses(program):
     of_tasks = [[{"settings": {"model": model, "task": "x.py:S5", "seed": seed}}, {"event": "final"}]
                 for seed, model in enumerate(["x.py:GRU:D=4", "rnn"])]  # fmt: skip
     assert {task: [*models] for task, models in report.group_tasks(of_tasks).items()} == {"S5": ["rnn", "GRU D=4"]}
+    assert program(report, "begun", "--out", "in")[::2] == (0, "")
+    of_tasks[0][0]["settings"] = {"model": "rnn", "task": "y.py:S5", "seed": 0}
+    with pytest.raises(data.InputError, match=different):
+        report.group_tasks(of_tasks)
 
 
 def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
@@ -3766,7 +3791,8 @@ def test_a_model_looks_the_same_in_every_figure():
 
 
 def test_report_in_a_hostile_environment(tmp_path):
-    """With another backend and style, a rank, paths under ~: figures are drawn, errors are printed, without PyTorch."""
+    """With another backend and style, a rank, paths under ~: figures are drawn, errors are printed, without PyTorch. An
+    import leaves the backend to a notebook; a check that Python's -O would take out is none."""
     write_log(tmp_path / "a", "hmamba", [8, 3, 2.5])
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\nsavefig.format: pdf\n")
     backend = "module://matplotlib_inline.backend_inline"
@@ -3777,6 +3803,10 @@ def test_report_in_a_hostile_environment(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, env=ENV | env, capture_output=True, text=True)
         assert (done.returncode, done.stderr[:18]) == (rc, words)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    code = "import os, report; print(os.environ['MPLBACKEND'])"
+    assert subprocess.run([sys.executable, "-c", code], env=ENV | env, capture_output=True, text=True).stdout == f"{backend}\n"
+    for path in {*ROOT.glob("*.py")} - {Path(__file__)}:
+        assert not re.search("^ *assert ", path.read_text(), re.M), path
 
 
 # ---- PAM's protocol, metric, fits ----
@@ -4060,7 +4090,7 @@ def test_faults_of_diagnostics(program, tmp_path):
         (["other"], "other is no PAM or SAM, but mamba"), (["empty"], "no checkpoint in"),
         (["pam", "--wordnet", "."], f"WordNet's data.noun (unzip {diagnose.WORDNET_URL} and"),
         (["pam", "pam/log.jsonl"], "the same name"), (["pam", "--out", "text.txt"], "cannot write text.txt"),
-        (["pam", "--text", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["pam", "--text", "~no one/x"], "No such file or directory: '~no one/x'"),
         *((["pam", *more], "over a text that is not empty, and without --wordnet") for more in (
             ["--text", "nothing"], ["--prompt", ""], ["--prompt", "x", "--wordnet", "."])),
         (["pam", "--prompt", "x", "--out", "x.png"], "--out x.png must be a folder"),
@@ -4104,6 +4134,7 @@ def test_phases_over_a_text(program, drawn, tmp_path):
         saved = meta | {"spec": spec, "config": dataclasses.asdict(model.config)}
         sample.save_checkpoint(tmp_path / spec[:5] / "best.pt", saved, model, None, 1, {})
     runs = "hmamb", "mamba", "pam:L"
+    assert program(diagnose, "hmamb", "--prompt", "\udcff", "--out", "figures")[0] == 0  # a byte that is not UTF-8
     code, out, err = program(diagnose, *runs, "--prompt", "$a$ \u00fc\n\u4e2d", "--out", "figures")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "hmamb: state psi_t over 10 tokens"

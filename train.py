@@ -91,10 +91,10 @@ class Settings:
     model: str = flag("hmamba", "model spec NAME[:key=value...] or FILE.py:CLASS[:key=value...]")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
     tokens: str = flag(None, "bytes, or GPT-2's BPE (default: bytes; gpt2: wikitext103, .tokens files)", choices=TOKENS)
-    column: str = flag(None, "holds the text of parquet and JSON lines files (default: text); '': bytes of any file")
+    column: str = flag(None, "holds the text of parquet and JSON lines files (default: text); '': the bytes")
     size: str = flag(None, "tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order")
-    steps: int = flag(None, "optimizer steps of the schedule", int)
+    steps: int = flag(None, "optimizer steps of the schedule (of enwik8 at 253m: 1500)", int)
     epochs: int = flag(None, "passes over the training data, if --steps is not given", int)
     stop_at: int = flag(None, "stop after this step, the schedule unchanged; --resume goes on", int)
     batch: int = flag(None, "sequences a step, over all devices", int)
@@ -148,7 +148,7 @@ def parse_flags():
             raise InputError(f"--{key} '' names nothing")
         given[key] = os.path.expanduser(given[key])
     if "out" in given and Path(given["out"]) == Path(given.get("resume", "\0")):
-        del given["resume"]  # --out alone begins a run or goes on with it
+        del given["out" if "eval_only" in given else "resume"]  # --out alone begins a run or goes on with it
     if ("eval_only" in given or "split" in given) and not {"eval_only", "resume"} <= given.keys():
         raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
     return given
@@ -363,7 +363,7 @@ class Run:
         self.val_loss = self.best["val_loss"]
         self.meta = {
             "spec": s.model, "size": s.size, "config": asdict(self.model.config),
-            "settings": asdict(s), "data": corpus.summary(), "origin": origin,
+            "settings": asdict(s), "data": corpus.summary(), "origin": origin, "files": sample.file_hashes(s.model),
         }  # fmt: skip
         if not checkpoint:
             self.save("last.pt")  # from its first moment on a run can be resumed
@@ -391,7 +391,7 @@ class Run:
         if goes_on:
             self.write("resume", **ran)
         else:
-            what = {key: self.meta[key] for key in ("settings", "config", "data", "origin") if self.meta[key]}
+            what = {key: self.meta[key] for key in ("settings", "config", "data", "origin", "files") if self.meta[key]}
             self.log.write("header", 0, 0, **what, params=params, flops_per_token=self.model.flops_per_token(s.seq),
                            **optimizer, **ran)  # fmt: skip
         begun = f"; begun from {origin['path']}, step {origin['step']}" if origin else ""
@@ -419,6 +419,7 @@ class Run:
         """Evaluates on the fixed windows. Keeps the best checkpoint, and draws the curve now and then."""
         s, begin = self.s, time.monotonic()
         loss, n_tokens = evaluate(self.model, self.corpus, "val", s, self.device, s.eval_seqs)
+        self.check_finite(loss)
         self.val_loss, self.window_s = loss, (time.monotonic() - begin) * s.seq / n_tokens
         epoch = {"epoch": self.step / self.per_epoch} if s.epochs else {}
         self.write("val", val_loss=loss, split="val", n_tokens=n_tokens, **epoch)
@@ -509,12 +510,25 @@ class Run:
         return speed, timedelta(seconds=round(steps * step_s + windows * self.window_s))
 
 
-def train(s, corpus, device, folder, checkpoint, again):
-    """One run. again: the command that goes on with it. Raises SystemExit if a signal asked any rank to end."""
-    for signum in (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP")):  # Windows has no SIGHUP
-        if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup leaves it
+@contextlib.contextmanager
+def signals_noted():
+    """Inside, SIGINT, SIGTERM and SIGHUP are noted in stop_signals, and do no more."""
+    known = (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))  # Windows has no SIGHUP
+    before = {signum: signal.getsignal(signum) for signum in known if signum}
+    stop_signals.clear()
+    for signum, handler in before.items():
+        if handler != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(signum, on_signal)
-    run = Run(s, corpus, device, folder, checkpoint)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def take_steps(run):
+    """All steps of a run, or those until a signal asked any rank to end, with their validations and checkpoints."""
+    s = run.s
     if run.step == 0:
         run.validate()
     first, stop = run.step + 1, False
@@ -547,10 +561,21 @@ def train(s, corpus, device, folder, checkpoint, again):
         if run.step % s.ckpt_every == 0 or run.step == run.end or stop:
             run.save("last.pt")
     bar.close()
+
+
+def train(s, corpus, device, folder, checkpoint, again):
+    """One run. again: the command that goes on with it. Raises SystemExit if a signal asked any rank to end."""
+    with signals_noted():
+        run = Run(s, corpus, device, folder, checkpoint)
+        take_steps(run)
     if run.step < run.end:
         print_rank0(f"stopped after step {run.step}; go on with: {again}")
     else:
-        run.finish()
+        try:
+            run.finish()
+        except KeyboardInterrupt:
+            print_rank0(f"stopped in the last evaluation; repeat it with: {again}")
+            raise
     if sum_over_ranks([len(stop_signals)])[0]:
         raise SystemExit(128 + max(stop_signals, default=signal.SIGTERM))
 
@@ -642,6 +667,9 @@ def judge(job, corpus, device, given, several):
     check(s)
     if was := job.checkpoint:
         saved, end = was["meta"]["settings"], s.stop_at or s.steps
+        for file, now in sample.file_hashes(s.model).items():
+            if not s.eval_only and was["meta"].get("files", {}).get(file, now) != now:
+                raise InputError(f"{file} was changed since this run began ({job.folder}): put it back, or begin anew")
         same_data = corpus.sha256 == was["meta"]["data"]["sha256"] or (s.eval_only and "data" in given)
         if not same_data and s.tokens == saved["tokens"]:
             raise InputError(f"{corpus.path} is not the data of this run ({job.folder}): take out what is new")
@@ -650,7 +678,8 @@ def judge(job, corpus, device, given, several):
                 raise InputError(f"--{key} {value} differs from this run's {saved.get(key)} ({job.folder})")
         if s.eval_only:
             return job
-        sampled = was["step"] == end and any(e["event"] == "sample" for e in report.read_log(job.folder))
+        log, ended = job.folder / "log.jsonl", was["step"] == end
+        sampled = ended and log.exists() and any(e["event"] == "sample" for e in report.read_log(log))
         job.complete = was["step"] > end or sampled
         if job.complete:
             return job
