@@ -77,10 +77,10 @@ def ranks_table(positions, trained, untrained, after):
 def plot_ranks(positions, trained, untrained, d, path):
     """Effective rank against the tokens read, a line a layer (mean over heads and windows). Grey: the untrained model,
     thin its layers; dotted: the bound, one pair a token. trained, untrained: of state_ranks."""
-    layers, fresh = ([(positions, curve) for curve in r.mean((2, 3)).T.tolist()] for r in (trained, untrained))
+    layers, fresh = ([dict(zip(positions, y)) for y in r.mean((2, 3)).T.tolist()] for r in (trained, untrained))
     lines = {"untrained": ({"color": "0.7"}, fresh)}
     lines |= {f"layer {i}": ({"color": shade}, [layers[i]]) for i, shade in enumerate(shades(len(layers)))}
-    lines["bound"] = {"color": "black", "ls": ":", "lw": 1}, [(positions, [min(t, d) for t in positions])]
+    lines["bound"] = {"color": "black", "ls": ":", "lw": 1}, [{t: min(t, d) for t in positions}]
     with figure(path, "Effective rank of the memory by the tokens read", {"": lines}, height=3.4, xlabel="tokens read",
                 ylabel=f"effective rank of S (of {d})") as (ax,):  # fmt: skip
         if d == 64:
@@ -125,13 +125,13 @@ def repetition_rows(events, windows, split, decode):
 
 def plot_repetition(curves, path):
     """Repetition of generated texts against the training step, a line a run; dashed grey: the paper's, of its last
-    epoch. curves: {run: (model, [step], [what `repetitions` finds at each step])}."""
+    epoch. curves: {run: (model, {step: what `repetitions` finds there})}."""
     lines = {}
     for key in PAPER_REPETITION:
         of_panel = lines.setdefault("unique tokens" if key == "unique" else f"{key}s that occurred before", {})
-        for run, (model, steps, found) in curves.items():
-            means = [statistics.fmean(pieces[key]) for pieces in found]
-            of_panel[run] = style(model) | {"marker": ".", "lw": 1}, [(steps, means)]
+        for run, (model, found) in curves.items():
+            means = {step: statistics.fmean(pieces[key]) for step, pieces in found.items()}
+            of_panel[run] = style(model) | {"marker": ".", "lw": 1}, [means]
     title = "Repetition of the texts generated in training"
     with figure(path, title, lines, 3, xlabel="optimization step", sharey=False) as axes:
         for ax, paper in zip(axes, PAPER_REPETITION.values()):
@@ -286,8 +286,8 @@ def diagnose(folders, wordnet=None):
         if s["tokens"] == "gpt2":
             unit, split = "tokens", lambda text, encode=encode: encode(text.encode())
         repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
-        texts = {e["step"]: e["text"] for e in events if e["event"] == "generated"}
-        curves[f"{name} ({unit})"] = spec_label(s["model"]), [*texts], [repetitions([x], split) for x in texts.values()]
+        found = {e["step"]: repetitions([e["text"]], split) for e in events if e["event"] == "generated"}
+        curves[f"{name} ({unit})"] = spec_label(s["model"]), found
 
         if wordnet:
             # A real embedding is a complex one without imaginary parts: its coherence is |cosine|, its phase 0 or pi.
@@ -296,7 +296,7 @@ def diagnose(folders, wordnet=None):
             groups = coherence_groups(*embeddings, pairs, word_tokens(corpus.split("train"), decode))
             coherence += [f"#### {name}", coherence_table(groups)]
             figures[f"coherence-{name}.png"] = partial(plot_coherence, groups)
-    if any(steps for _, steps, _ in curves.values()):
+    if any(found for _, found in curves.values()):
         figures["repetition.png"] = partial(plot_repetition, curves)
     head = [f"{kind}after {t}" for kind in ("", "untrained, ") for t in (f"{PAPER_SETTLED} tokens", "all of it")]
     text = [
@@ -397,10 +397,11 @@ def main():
     where = "folder for tables and figures (default: %(default)s)"
     parser.add_argument("--out", metavar="FOLDER", default="diagnostics", help=where)
     texts = parser.add_mutually_exclusive_group()
-    texts.add_argument("--text", metavar="FILE", help=f"draw phases over the first {MOST_TOKENS} tokens of this file")
-    texts.add_argument("--prompt", help="draw phases over this text")
+    texts.add_argument("--text", metavar="FILE", type=lambda file: Path(os.path.expanduser(file)).read_bytes(),
+                       help=f"draw phases over the first {MOST_TOKENS} tokens of this file")  # fmt: skip
+    texts.add_argument("--prompt", dest="text", type=os.fsencode, help="draw phases over this text")
     words = "folder of WordNet's files, for word pairs; of runs on GPT-2's tokens"
-    parser.add_argument("--wordnet", metavar="FOLDER", help=words)
+    parser.add_argument("--wordnet", metavar="FOLDER", type=os.path.expanduser, help=words)
     parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class, if a file of yours has it")
     args = parser.parse_args()
     sample.import_models(args.model)
@@ -409,15 +410,11 @@ def main():
     if len({folder.name for folder in folders}) < len(folders):
         raise InputError("two runs have the same name, and figures are named after them: rename one")
     out = parse_out(args.out)
-    if args.text is None and args.prompt is None:
-        sys.exit(show_report(*diagnose(folders, args.wordnet and os.path.expanduser(args.wordnet)), out))
-    if args.prompt is None:
-        text = Path(os.path.expanduser(args.text)).read_bytes()
-    else:
-        text = args.prompt.encode(errors="surrogateescape")
-    if not text or args.wordnet:
+    if args.text is None:
+        sys.exit(show_report(*diagnose(folders, args.wordnet), out))
+    if not args.text or args.wordnet:
         raise InputError("phases are drawn over a text that is not empty, and without --wordnet")
-    sys.exit(show_report(*phases(folders, text), out, written=""))
+    sys.exit(show_report(*phases(folders, args.text), out, written=""))
 
 
 if __name__ == "__main__":

@@ -262,11 +262,6 @@ def of_header(form):
 def add_run(models, label, seed, events):
     """Adds a run to {label: {seed: events}}, but not one that is there already, repeated bit for bit. Raises InputError
     for another run of a seed, and for another configuration, task, or content of the user's file that it is from."""
-
-    def identity(header):
-        settings = header["settings"]
-        return header.get("config"), settings["model"], settings.get("task"), header.get("files")
-
     runs = models.setdefault(label, {})
     if seed in runs:
         both = runs[seed], events
@@ -276,8 +271,10 @@ def add_run(models, label, seed, events):
             raise InputError(f"two runs of {label} with seed {seed}, {names}: name one of them")
         note(f"note: {names} are equal, and count once")
         return
-    for other, *_ in runs.values():
-        if any(x != y and None not in (x, y) for x, y in zip(identity(other), identity(events[0]))):
+    for header, *_ in runs.values():
+        new, known = ({**first["settings"], **first} for first in (events[0], header))
+        shared = {"config", "model", "task", "files"} & new.keys() & known.keys()
+        if any(new[key] != known[key] for key in shared):
             raise InputError(f"the runs of {label} have different configurations: name those of one")
     runs[seed] = events
 
@@ -321,10 +318,9 @@ def style(label):
 
 @contextmanager
 def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sharex=True, sharey=True):
-    """Yields a list of axes, one for each of `panels`, that become the file `path` when the block ends, over one legend
-    of all that has a label. The format is that of the name's ending, the style matplotlib's own.
+    """Yields a list of axes, one for each of `panels`, that become the file `path` when the block ends. One legend.
 
-    Args: panels: titles, or {title: {label: (look, curves)}} for lines: of several curves [(x, y)], one a seed, each is
+    Args: panels: titles, or {title: {label: (look, curves)}} for lines: of several curves {x: y}, one a seed, each is
         thin and their mean thick; height: of a row; xlabel: of the lowest axes; ylabel: of each row, or a tuple."""
     import matplotlib.figure
     import matplotlib.style
@@ -340,10 +336,11 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
                 ax.set_xlabel(xlabel)
                 ax.tick_params(labelbottom=True)
             for label, (look, curves) in panels[name].items() if isinstance(panels, dict) else ():
-                for x, y in curves if len(curves) > 1 else ():
-                    ax.plot(x, y, **look | {"lw": 0.6, "alpha": 0.4, "marker": ""})
-                x, y = mean_curve(curves)
-                ax.plot(x, y, **{"lw": 1.6, "marker": "o" if len(x) == 1 else None} | look, label=label)
+                for points in curves if len(curves) > 1 else ():
+                    ax.plot([*points], [*points.values()], **look | {"lw": 0.6, "alpha": 0.4, "marker": ""})
+                mean = mean_curve(curves)
+                look = {"lw": 1.6, "marker": "o" if len(mean) == 1 else None} | look
+                ax.plot([*mean], [*mean.values()], **look, label=label)
             if xlabel in ("optimization step", "epoch"):
                 ax.xaxis.get_major_locator().set_params(integer=True)
         for ax in axes[len(panels) :]:
@@ -367,10 +364,9 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
 
 
 def mean_curve(curves):
-    """The mean of curves [(x, y)] at the points that all have."""
-    values = [dict(zip(x, y)) for x, y in curves if x] or [{}]
-    common = sorted(set(values[0]).intersection(*values[1:]))
-    return common, [statistics.fmean(v[x] for v in values) for x in common]
+    """The mean of curves {x: y} at the points that all have; those without a point do not count."""
+    found = [points for points in curves if points] or [{}]
+    return {x: statistics.fmean(points[x] for points in found) for x in sorted(set.intersection(*map(set, found)))}
 
 
 def shades(n):
@@ -394,15 +390,14 @@ def parse_out(text):
     """The folder that --out names. Raises InputError for what can be none."""
     out = Path(os.path.expanduser(text))
     if not text or out.suffix.lower() in (*FORMATS, ".md", ".jpg", ".jpeg", ".bmp", ".gif", ".eps"):
-        raise InputError(f"--out {text or repr(text)} must be a folder, or for report.py a figure, {', '.join(FORMATS)}")
+        raise InputError(f"--out {text or repr('')} must be a folder, or for report.py a figure, {', '.join(FORMATS)}")
     return out
 
 
 def show_report(text, figures, out=None, written=None):
-    """Writes tables and figures into the folder `out`, if one is given, and then prints `text`. A figure that cannot be
-    drawn is a line on stderr. Returns the exit code: 2 after such a line, else 0.
-
-    Args: figures: {file name: function that draws it into a path}; written: what tables.md holds, if not `text`."""
+    """Writes tables.md (`text`, or what is `written`) and the figures, {file name: function that draws it into a path},
+    into the folder `out`, if one is given, and then prints `text`. A figure that cannot be drawn is a line on stderr.
+    Returns the exit code: 2 after such a line, else 0."""
     written, paths, code = text if written is None else written, [], 0
     if out and written:
         paths.append(out / "tables.md")
@@ -431,9 +426,9 @@ NOT_SHARED = {"model", "seeds", "lr", "min_lr", "data", "out", "resume", "stop_a
 
 
 def curve(events, kind="val"):
-    """(steps, bpc) of the evaluations on the fixed validation windows, or for kind "train" of the training batches."""
-    found = [e for e in events if e["event"] == kind and e.get("split", "val") == "val"]
-    return [e["step"] for e in found], [e["val_loss" if kind == "val" else "loss"] / math.log(2) for e in found]
+    """{step: bpc} of the evaluations on the fixed validation windows, or for kind "train" of the training batches."""
+    found = (e for e in events if e["event"] == kind and e.get("split", "val") == "val")
+    return {e["step"]: e["val_loss" if kind == "val" else "loss"] / math.log(2) for e in found}
 
 
 def unit(tokens):
@@ -443,17 +438,19 @@ def unit(tokens):
 
 def steps_to_target(events, target):
     """The step at which the loss first attains `target`, interpolated between evaluations (QS 8.1), or None."""
-    steps, losses = curve(events)
-    first = next((i for i, loss in enumerate(losses) if loss <= target), None)
+    points = [*curve(events).items()]
+    first = next((i for i, (_, loss) in enumerate(points) if loss <= target), None)
     if not first:
         return None if first is None else 0.0
-    return float(np.interp(target, losses[first - 1 : first + 1][::-1], steps[first - 1 : first + 1][::-1]))
+    (before, high), (after, low) = points[first - 1 : first + 1]
+    return float(np.interp(target, [low, high], [after, before]))
 
 
 def loss_at(events, step):
     """The validation loss at `step`, interpolated between evaluations, bpc, or None."""
-    steps, losses = curve(events)
-    return float(np.interp(step, steps, losses)) if steps and steps[0] <= step <= steps[-1] else None
+    points = curve(events)
+    within = points and min(points) <= step <= max(points)
+    return float(np.interp(step, [*points], [*points.values()])) if within else None
 
 
 def final_loss(events):
@@ -575,13 +572,13 @@ def gap_text(both):
 
 
 def step_ratio(models, pair, target):
-    """([(steps to a loss, steps of the reference)] over the seeds of both, sign of their ratio). A run that does not
-    reach the loss counts with its last step. sign: "=" if all reach it; ">" if only the first model misses it, as the
-    ratio is then at least that; "<" if only the second does; "" if nothing follows."""
+    """([(steps to a loss, steps of the reference)] over the seeds of both, sign of their ratio). A run that misses the
+    loss counts with its last step. sign: "=" if none does; ">", at least that, if only the first model does; "<" if
+    only the second does; "" if nothing follows."""
 
     def steps(events):
         reached = steps_to_target(events, target)
-        return [(curve(events)[0] or [0])[-1] if reached is None else reached, reached is not None]
+        return max(curve(events), default=0) if reached is None else reached, reached is not None
 
     found = paired(models, pair, steps)
     both = [(x, y) for (x, _), (y, _) in found]
@@ -602,8 +599,8 @@ def targets(models):
     """Losses, falling: those of TARGETS that a run reaches, and of each panel the lowest tenth that all runs reach."""
     found = set()
     for members in by_family(models).values():
-        curves = [curve(events)[1] for runs in members.values() for events in runs.values()]
-        lowest = [min(losses) for losses in curves if losses[1:]]
+        curves = [curve(events) for runs in members.values() for events in runs.values()]
+        lowest = [min(points.values()) for points in curves if len(points) > 1]
         found.update(target for target in TARGETS if lowest and target >= min(lowest))
         found.update([math.ceil(10 * max(lowest)) / 10] if lowest else [])
     return sorted(found, reverse=True)
@@ -616,7 +613,7 @@ def training_tables(shared, models):
     constant, logs = shared["schedule"] == "constant", [e for runs in models.values() for e in runs.values()]
     paper = PAPER if loss == "bpc" else dict.fromkeys(PAPER, {})
     common = min((x for x in goals if all(steps_to_target(events, x) is not None for events in logs)), default=None)
-    evaluated = sorted({budget, *(step for events in logs for step in curve(events)[0] if step)})
+    evaluated = sorted({budget, *(step for events in logs for step in curve(events) if step)})
 
     def mean_loss(events):
         losses = [loss_at(events, step) for step in evaluated]
@@ -683,14 +680,14 @@ def caption(shared, models):
 
 
 def lines_of(models, points, **look):
-    """{label: (look, curves)} for `figure`. points: function of a run's events that gives (x, y)."""
+    """{label: (look, curves)} for `figure`. points: function of a run's events that gives {x: y}."""
     return {label: (style(label) | look, [*map(points, runs.values())]) for label, runs in models.items()}
 
 
 def without_start(*panels):
     """({"ylim": limits}, a remark for the title) of an axis of losses: the first fall, from 8 bits a byte, would take
     most of the height."""
-    curves = [losses for lines in panels for _, runs in lines.values() for _, losses in runs]
+    curves = [[*points.values()] for lines in panels for _, runs in lines.values() for points in runs]
     late = [y for losses in curves for y in losses[len(losses) // 5 :]]
     if not late:
         return {}, ""
@@ -732,7 +729,7 @@ def plot_steps(shared, models, path):
 
     def reached(events):
         steps = {i: steps_to_target(events, goal) for i, goal in enumerate(goals)}
-        return [i for i in steps if steps[i] is not None], [x for x in steps.values() if x is not None]
+        return {i: step for i, step in steps.items() if step is not None}
 
     lines = {name: lines_of(members, reached, marker="o", ms=4) for name, members in by_family(models).items()}
     with figure(path, caption(shared, models), lines, xlabel=f"validation loss, {unit(shared['tokens'])}",
@@ -748,9 +745,9 @@ def plot_gap(shared, models, path):
     for name, members in by_family(models).items():
         for label, other in others:
             if label in members:
-                both = paired(models, (label, other), lambda events: dict(zip(*curve(events))))
-                gaps = [[(step, x[step] - y[step]) for step in x if step in y] for x, y in both]
-                lines.setdefault(name, {})[f"{label} - {other}"] = style(label), [[*zip(*gap)] for gap in gaps]
+                both = paired(models, (label, other), curve)
+                gaps = [{step: x[step] - y[step] for step in x if step in y} for x, y in both]
+                lines.setdefault(name, {})[f"{label} - {other}"] = style(label), gaps
     title = f"{caption(shared, models)}; above 0: the second leads" + "; grey: warmup" * warmup
     with figure(path, title, lines, xlabel="optimization step", ylabel=f"gap, {unit(shared['tokens'])}") as axes:
         for ax, drawn in zip(axes, lines.values()):
@@ -770,7 +767,7 @@ def plot_gradients(shared, models, path):
         logged = [[e for e in events if e["event"] == "grad" and e["layers"]] for events in runs.values()]
         depth = min((len(e["layers"]) for events in logged for e in events), default=0)
         for layer, colour in enumerate(shades(depth)):
-            curves = [([e["step"] for e in events], [e["layers"][layer] for e in events]) for events in logged]
+            curves = [{e["step"]: e["layers"][layer] for e in events} for events in logged]
             look = {"color": colour, "lw": 1.2}
             lines.setdefault(label.replace(":", "\n", 1), {})[f"layer {layer}"] = look, [mean_curve(curves)]
     columns = min(3, len(lines))
@@ -788,7 +785,7 @@ def plot_rates(shared, models, path):
             if loss is not None:
                 rates.add(rate)
                 found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(seed, {})[rate] = loss
-    lines = {name: lines_of(members, lambda losses: tuple(zip(*sorted(losses.items()))), marker="o", ms=4)
+    lines = {name: lines_of(members, lambda losses: dict(sorted(losses.items())), marker="o", ms=4)
              for name, members in by_family(found).items()}  # fmt: skip
     title = caption(shared, models) + "; scales differ" * (len(lines) > 1)
     with figure(path, title, lines, xlabel="peak learning rate", ylabel=f"loss, {unit(shared['tokens'])}",
@@ -1085,14 +1082,11 @@ def plot_lengths(task, models, path):
     header = next(iter(next(iter(models.values())).values()))[0]
     length, longest = header["settings"]["train_length"], max(header["settings"]["lengths"])
 
-    def by_length(events):
-        return tuple(zip(*sorted(accuracies(events).items())))
-
     def by_position(events):
         acc = next(e["acc_by_pos"] for e in events if e["event"] == "eval" and e["length"] == longest)
-        return tuple(zip(*((t, x) for t, x in enumerate(acc, 1) if x is not None)))  # where it is scored
+        return {t: x for t, x in enumerate(acc, 1) if x is not None}  # where it is scored
 
-    lines = {"by length": lines_of(models, by_length), "by position": lines_of(models, by_position)}
+    lines = {"by length": lines_of(models, accuracies), "by position": lines_of(models, by_position)}
     epochs = header["settings"]["epochs"]
     title = f"{task}: {epochs} epochs at length {length} (dotted); dashes across: the commonest answer"
     with figure(path, title, lines, 2, 3, ylabel="accuracy", sharex=False) as (left, right):
@@ -1128,8 +1122,8 @@ def plot_dynamics(groups, path):
         for task, runs in ((task, models[model]) for task, models in groups.items() if model in models):
             drawn = lines.setdefault(f"{task}, {what}", {})
             for (seed, events), colour in zip(runs.items(), shades(len(runs))):
-                points = [(e["epoch"], e[key]) for e in events if e["event"] == "train"]
-                drawn[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [tuple(zip(*points))]
+                points = {e["epoch"]: e[key] for e in events if e["event"] == "train"}
+                drawn[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [points]
     ylabel = "largest gradient norm\nsince the last point", "accuracy at the training length"
     title = f"{model}: training, a line a seed"
     with figure(path, title, lines, len(lines) // 2, 2.2, "epoch", ylabel, sharey="row") as axes:
