@@ -338,11 +338,10 @@ def complex_states(model, idx):
     for token in idx[0]:
         _, state = model.step(token[None], state)
         if isinstance(model, pam.PAM):
-            states.append(torch.view_as_complex(memories(state)[:, 0].contiguous()).diagonal(dim1=2, dim2=3))
+            states.append(memories(state)[:, 0].diagonal(dim1=2, dim2=3).mT)  # (L, H, d, 2)
         else:
-            psi = torch.stack([psi[0] for _, psi in state])  # (L, H, N, 2)
-            states.append(torch.view_as_complex(psi.contiguous()))
-    return torch.stack(states, -1)
+            states.append(torch.stack([psi[0] for _, psi in state]))  # (L, H, N, 2)
+    return torch.view_as_complex(torch.stack(states, 3))
 
 
 def plot_phases(z, labels, title, path):

@@ -37,26 +37,25 @@ import numpy as np
 
 from data import InputError, Parser, command_line, explain, note, replace_file
 
-class Log:
-    """log.jsonl of a run, one JSON object a line."""
 
-    def __init__(self, folder, start, keep=None, active=True):
-        """Args: start: the time.monotonic() at which time_s is 0; keep: on resuming, events after this step are
-        dropped; active: False for all ranks but the first, which alone writes."""
-        self.path, self.start, self.active = folder / "log.jsonl", start, active
-        if keep is not None and active and self.path.exists():
+class Log:
+    """log.jsonl of a run, one JSON object a line. Of several ranks the first alone has one."""
+
+    def __init__(self, folder, start, keep=None):
+        """start: the time.monotonic() at which time_s is 0; keep: on resuming, events after this step are dropped."""
+        self.path, self.start = folder / "log.jsonl", start
+        if keep is not None and self.path.exists():
             kept = [e for e in read_log(self.path) if e["step"] <= keep and e["event"] not in ("final", "sample")]
             write_log(self.path, kept)
-        elif active and self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+        elif self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             with open(self.path, "a") as f:
                 f.write("\n")  # after a line that a kill cut short
 
     def write(self, event, step, tokens, **values):
-        if self.active:
-            time_s = round(time.monotonic() - self.start, 3)
-            line = json.dumps({"event": event, "step": step, "tokens": tokens, "time_s": time_s} | values)
-            with explain(f"write {self.path}"), open(self.path, "a") as f:
-                f.write(line + "\n")
+        time_s = round(time.monotonic() - self.start, 3)
+        line = json.dumps({"event": event, "step": step, "tokens": tokens, "time_s": time_s} | values)
+        with explain(f"write {self.path}"), open(self.path, "a") as f:
+            f.write(line + "\n")
 
     def sync(self):
         """What was written is on the disk when this returns."""
@@ -92,17 +91,6 @@ def provenance(device, world):
     return {"git": git, "world": world, "threads": torch.get_num_threads(), "versions": versions, "device": name}
 
 
-def parse_event(line):
-    """The event of a line, or None."""
-    try:
-        event = json.loads(line)
-        finite = all(math.isfinite(event.get(key, 0)) for key in ("step", "loss", "val_loss"))
-    except (ValueError, TypeError, AttributeError):
-        return None
-    needed = {"event", "step", {"val": "val_loss", "train": "loss"}.get(event.get("event"), "step")}
-    return event if finite and needed <= event.keys() else None
-
-
 def read_log(path):
     """Events of a run, in order. `path` is a log.jsonl or its run folder. Raises InputError if it holds no header.
 
@@ -110,8 +98,17 @@ def read_log(path):
     path = Path(path)
     path = path / "log.jsonl" if path.is_dir() else path
     with explain(f"read the log {path}"):
-        lines = [parse_event(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-    events, bad = [e for e in lines if e], [str(i) for i, e in enumerate(lines, 1) if not e]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    events, bad = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            needed = {"val": "val_loss", "train": "loss"}.get(event["event"], "step")
+            if not all(map(math.isfinite, (event["step"], event[needed], event.get("val_loss", 0)))):
+                raise ValueError("not finite")
+            events.append(event)
+        except (ValueError, TypeError, KeyError):
+            bad.append(str(number))
     if not events or not {"settings", "data", "params"} <= events[0].keys():
         raise InputError(f"{path} is not a log of train.py or tasks.py: its first line is no header")
     if any(e["event"] == "header" for e in events[1:]):
@@ -310,7 +307,7 @@ def style(label):
         return {"color": colorsys.hls_to_rgb(code % 997 / 997, 0.4, 0.7), "ls": ("-.", ":")[code // 997 % 2]}
     if not options:
         return {"color": COLOURS[name], "ls": "--" if real else "-"}
-    hue, light, full = colorsys.rgb_to_hls(*(int(COLOURS[name][i : i + 2], 16) / 255 for i in (1, 3, 5)))
+    hue, light, full = colorsys.rgb_to_hls(*(x / 255 for x in bytes.fromhex(COLOURS[name][1:])))
     turn, light = (code % 7 - 3) / 12, (0.35, 0.45, 0.55, 0.7)[code // 7 % 4]
     dashes = ((3, 1, 1, 1), (1, 1)) if real else ((7, 1), (12, 1, 2, 1))
     return {"color": colorsys.hls_to_rgb((hue + turn) % 1, light, 0.6 * full), "ls": (0, dashes[code // 28 % 2])}
@@ -808,7 +805,7 @@ def training_report(logs):
     for shared, models in groups:
         text += [f"### {kind_text(shared)}"] * bool(differ) + [training_tables(shared, models)]
         members = [events for runs in models.values() for events in runs.values()]
-        if len(models) > len({events[0]["settings"]["model"] for events in members}):
+        if any(", rate " in label for label in models):
             plots = {plot_rates: True}
         else:
             plots = {plot_curves: True, plot_steps: targets(models), plot_gap: pairs(models),

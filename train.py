@@ -80,8 +80,8 @@ MAY_CHANGE = {"resume", "out", "data", "column", "stop_at", "micro", "device", "
               "ckpt_every", "eval_only", "split"}  # fmt: skip
 
 
-def flag(default, text, type=str, choices=None):
-    return field(default=default, metadata={"help": text, "type": type, "choices": choices})
+def flag(default, text, choices=None):
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass
@@ -94,32 +94,32 @@ class Settings:
     column: str = flag(None, "holds the text of parquet and JSON lines files (default: text); '': the bytes")
     size: str = flag(None, "tiny, small, 253m, 5m ... 100m (default: tiny; QS data on CUDA: 253m)")
     seeds: str = flag("1", "seed of initialisation and data order")
-    steps: int = flag(None, "optimizer steps of the schedule (of enwik8 at 253m: 1500)", int)
-    epochs: int = flag(None, "passes over the training data, if --steps is not given", int)
-    stop_at: int = flag(None, "stop after this step, the schedule unchanged; --resume goes on", int)
-    batch: int = flag(None, "sequences a step, over all devices", int)
-    micro: int = flag(None, "sequences that a device takes at once; changes memory and speed, not the result", int)
-    seq: int = flag(None, "tokens a sequence", int)
-    lr: float = flag(None, "peak learning rate", float)
-    min_lr: float = flag(None, "learning rate at the end of the cosine", float)
-    warmup: float = flag(None, "steps of linear warmup; below 1: share of the steps", float)
+    steps: int = flag(None, "optimizer steps of the schedule (of enwik8 at 253m: 1500)")
+    epochs: int = flag(None, "passes over the training data, if --steps is not given")
+    stop_at: int = flag(None, "stop after this step, the schedule unchanged; --resume goes on")
+    batch: int = flag(None, "sequences a step, over all devices")
+    micro: int = flag(None, "sequences that a device takes at once; changes memory and speed, not the result")
+    seq: int = flag(None, "tokens a sequence")
+    lr: float = flag(None, "peak learning rate")
+    min_lr: float = flag(None, "learning rate at the end of the cosine")
+    warmup: float = flag(None, "steps of linear warmup; below 1: share of the steps")
     schedule: str = flag(None, "cosine, or constant: --lr throughout, no warmup", choices=("cosine", "constant"))
     dtype: str = flag(None, "float32, or bfloat16: autocast, parameters stay float32", choices=("float32", "bfloat16"))
-    checkpointing: bool = flag(None, "recompute each layer in the backward: less memory", bool)
-    compile: bool = flag(False, "torch.compile each layer", bool)
+    checkpointing: bool = flag(None, "recompute each layer in the backward: less memory")
+    compile: bool = flag(False, "torch.compile each layer")
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
-    eval_every: int = flag(None, "steps between validations, from an epoch's start; per-layer gradient norms too", int)
-    eval_seqs: int = flag(None, "fixed windows of a validation during training; the last takes the whole split", int)
-    log_every: int = flag(10, "steps between log lines of the training loss", int)
-    ckpt_every: int = flag(None, "steps between checkpoints", int)
-    sample_every: int = flag(None, "steps between generated texts in the log (default: none; 5m to 100m: 5000)", int)
+    eval_every: int = flag(None, "steps between validations, from an epoch's start; per-layer gradient norms too")
+    eval_seqs: int = flag(None, "fixed windows of a validation during training; the last takes the whole split")
+    log_every: int = flag(10, "steps between log lines of the training loss")
+    ckpt_every: int = flag(None, "steps between checkpoints")
+    sample_every: int = flag(None, "steps between generated texts in the log (default: none; 5m to 100m: 5000)")
     out: str = flag(None, "folder of a run, or of a sweep: begins it, or goes on with it (default: a new one in runs/)")
     resume: str = flag(None, "go on with the run of this folder or checkpoint")
     init_from: str = flag(None, "begin with the weights of this run folder or checkpoint; its model, size and tokens "
                                 "unless others are given")  # fmt: skip
-    eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split", bool)
+    eval_only: bool = flag(False, "only evaluate the checkpoint named by --resume, on the whole --split")
     split: str = flag("val", "split for --eval_only", choices=("train", "val", "test"))
-    params: bool = flag(False, "only print the parameters by component", bool)
+    params: bool = flag(False, "only print the parameters by component")
 
 
 def parse_flags():
@@ -130,16 +130,16 @@ def parse_flags():
     lists = "X,...: a value, or a list of values with commas between them; then there is a run for each combination."
     parser = Parser(description=__doc__, epilog=f"{lists}\n\ndefaults by size:\n{table}")
     for f in fields(Settings):
-        kind, default = f.metadata["type"], "by size" if f.name in rows and f.default is None else f.default
+        default = "by size" if f.name in rows and f.default is None else f.default
         text = f.metadata["help"]
         text += f" (default: {default})" if default and "(default" not in text else ""
-        if kind is bool:
+        if f.type is bool:
             action = argparse.BooleanOptionalAction if f.default is None else "store_true"
             parser.add_argument(f"--{f.name}", action=action, default=None, help=text)
         elif f.name in LISTS:
-            parser.add_argument(f"--{f.name}", type=list_of(kind), metavar=f"{f.name.upper()},...", help=text)
+            parser.add_argument(f"--{f.name}", type=list_of(f.type), metavar=f"{f.name.upper()},...", help=text)
         else:
-            parser.add_argument(f"--{f.name}", type=kind, choices=f.metadata["choices"], help=text)
+            parser.add_argument(f"--{f.name}", type=f.type, choices=f.metadata["choices"], help=text)
     given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
     if "model" in given:
         given["model"] = sample.import_models(",".join(given["model"])).split(",")
@@ -191,7 +191,7 @@ def check(s):
     """Raises InputError for settings of a run that are impossible."""
     for f in fields(s):
         value = getattr(s, f.name)
-        if f.metadata["type"] is int and value is not None and not 1 <= value <= 10**9:
+        if f.type is int and value is not None and not 1 <= value <= 10**9:
             raise InputError(f"--{f.name} {value} must be at least 1, at most 10^9")
     if not re.fullmatch("0|[1-9][0-9]{0,9}", s.seeds) or int(s.seeds) >= 2**32:  # 01 would be another name for 1
         raise InputError(f"--seeds {s.seeds!r} must be whole numbers from 0 to 2^32 - 1")
@@ -231,6 +231,26 @@ def print_rank0(text):
 
 
 @contextlib.contextmanager
+def signals_noted():
+    """Inside, SIGINT, SIGTERM and SIGHUP are noted in stop_signals, and do no more."""
+
+    def on_signal(signum, _):
+        # A closed terminal may send SIGHUP twice, and torchrun hands on what its ranks got already.
+        if stop_signals and world == 1 and signum in (signal.SIGINT, signal.SIGTERM):
+            raise KeyboardInterrupt  # at once, without saving
+        stop_signals.append(signum)
+        print_rank0(f"{signal.Signals(signum).name}: stopping after this step")
+
+    stop_signals.clear()
+    with contextlib.ExitStack() as before:
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            signum = getattr(signal, name, None)  # Windows has no SIGHUP
+            if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup leaves it
+                before.callback(signal.signal, signum, signal.signal(signum, on_signal))
+        yield
+
+
+@contextlib.contextmanager
 def extra(what):
     """For what is no part of a result: if it fails, one line says so, and the run goes on."""
     try:
@@ -259,14 +279,6 @@ def broadcast_from_rank0(make):
     if isinstance(box[0], InputError):
         raise box[0] if rank == 0 else SystemExit(2)
     return box[0]
-
-
-def on_signal(signum, _):
-    # A closed terminal may send SIGHUP twice, and torchrun hands on what its ranks got already.
-    if stop_signals and world == 1 and signum in (signal.SIGINT, signal.SIGTERM):
-        raise KeyboardInterrupt  # at once, without saving
-    stop_signals.append(signum)
-    print_rank0(f"{signal.Signals(signum).name}: stopping after this step")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -385,12 +397,12 @@ class Run:
                 log.unlink(missing_ok=True)
                 if self.step:
                     data.note(f"warning: the log of {self.folder} is gone: a new one begins after step {self.step}")
-        self.log = report.Log(self.folder, self.start, keep=self.step if goes_on else None, active=rank == 0)
+            self.log = report.Log(self.folder, self.start, keep=self.step if goes_on else None)
         ran = report.provenance(self.device, world)
         self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
         if goes_on:
             self.write("resume", **ran)
-        else:
+        elif rank == 0:
             what = {key: self.meta[key] for key in ("settings", "config", "data", "origin", "files") if self.meta[key]}
             self.log.write("header", 0, 0, **what, params=params, flops_per_token=self.model.flops_per_token(s.seq),
                            **optimizer, **ran)  # fmt: skip
@@ -401,7 +413,8 @@ class Run:
                     f"take up to {disk / 1e6:,.0f} MB{begun}")  # fmt: skip
 
     def write(self, event, **values):
-        self.log.write(event, self.step, self.step * self.s.batch * self.s.seq, **values)
+        if rank == 0:
+            self.log.write(event, self.step, self.step * self.s.batch * self.s.seq, **values)
 
     def save(self, name):
         """Writes best.pt, or last.pt with the optimizer's state; the one before becomes prev.pt, if it was sound."""
@@ -508,22 +521,6 @@ class Run:
             speed["mfu"] = speed["tok_s"] * self.model.flops_per_token(s.seq) / (self.peak_flops * world)
         windows = steps // s.eval_every * min(s.eval_seqs, n) + n
         return speed, timedelta(seconds=round(steps * step_s + windows * self.window_s))
-
-
-@contextlib.contextmanager
-def signals_noted():
-    """Inside, SIGINT, SIGTERM and SIGHUP are noted in stop_signals, and do no more."""
-    known = (getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP"))  # Windows has no SIGHUP
-    before = {signum: signal.getsignal(signum) for signum in known if signum}
-    stop_signals.clear()
-    for signum, handler in before.items():
-        if handler != signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(signum, on_signal)
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def take_steps(run):
