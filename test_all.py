@@ -4701,12 +4701,41 @@ def test_finished_runs_are_kept_and_tabled(program, short_tasks, no_figures, mon
     assert code == 0 and seeds_of(out) == {"rnn": "1"} == seeds_of(Path("here/tables.md").read_text())
 
 
+TOY = """
+import numpy as np
+from tasks import Task
+
+def draw(rng, n, length, earlier=-100):
+    x = rng.randint(0, 4, (n, length))
+    return x, np.where(np.arange(length) < length - 1, earlier, x.sum(1, keepdims=True) % 5)
+
+LAST, FULL = Task(4, 5, draw), Task(4, 5, lambda *args: draw(*args, earlier=0))
+NARROW, FEW = Task(3, 5, draw), Task(4, 4, draw)
+NONE = Task(4, 5, lambda rng, n, length: 1 / 0)
+ONE, THREE = Task(4, 5, lambda rng, n, length: rng.randint(0, 4, (n, length))), 3
+"""
+
+
+@pytest.fixture
+def toy_tasks(program, monkeypatch):
+    """A file with tasks of four symbols and five classes, of which LAST is scored at the last position alone."""
+    monkeypatch.setattr(tasks, "TASKS", {**tasks.TASKS})
+    monkeypatch.setattr(sample, "FILES", {})
+    Path("toy.py").write_text(TOY)
+
+
 TASK_FAULTS = [
     ("--task mod1", "unknown task 'mod1'; known: parity, dyck1, dyck1-iid, s3, mod2 ... mod99"),
     ("--task pairty", "did you mean parity?"), ("--task parity,", "unknown task ''"),
     *((f"--{name} {names}", f"--{name} gives two runs one name") for name, names in (
         ("task", "parity,parity"), ("model", "all,rnn"), ("seeds", "1-3,2"))),
-    ("--task toy.py:TOY", "cannot import toy.py: FileNotFoundError"),
+    ("--task no.py:TOY", "cannot import no.py: FileNotFoundError"),
+    *((f"--model rnn --task toy.py:{name}", message) for name, message in (
+        ("NARROW", "must return symbols below 3"), ("FEW", "targets below 4 or -100"), ("ONE", "must return symbols"),
+        ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 11)"),
+        ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LAST, FULL, NARROW, FEW, NONE, ONE, THREE; "
+                 "did you mean LAST?"),
+        ("THREE", "toy.py:THREE is no Task\n"))),
     ("--model csp", "unknown model 'csp'; known: csp-vanilla"),
     *((f"--model {spec}", message) for spec, message in (
         ("csp-fast:classes=3", "no setting 'classes=3'"), ("csp-fast:V=9", "no setting 'V=9'"),
@@ -4727,8 +4756,9 @@ TASK_FAULTS = [
 ]  # fmt: skip
 
 
-def test_task_faults(program, monkeypatch):
+def test_task_faults(program, toy_tasks, monkeypatch):
     """One line, and nothing is made but a folder for what is trained. NAME=value is a variable of the environment."""
+    before = {"text.txt", "toy.py", "__pycache__"}
     for argv, message in TASK_FAULTS:
         argv = argv.split()
         with monkeypatch.context() as patch:
@@ -4737,14 +4767,12 @@ def test_task_faults(program, monkeypatch):
             if "here" not in argv:
                 patch.setattr(tasks, "train", lambda *_: pytest.fail("it trained"))
             assert_refused(program(tasks, *argv), message)
-        assert {p.name for p in Path().iterdir()} <= {"text.txt", *({"here"} & {*argv})}, argv
+        assert {p.name for p in Path().iterdir()} <= before | ({"here"} & {*argv}), argv
 
 
-def test_extras_end_no_task(program, short_tasks, monkeypatch):
+def test_extras_end_no_task(program, short_tasks, no_figures, monkeypatch):
     """A figure that cannot be drawn, the variables of torchrun, a log that cannot be written: the results are printed.
     Where another command is at work nothing is touched. A stream that breaks while the first of two models trains."""
-    for name in ("plot_lengths", "plot_dynamics"):
-        monkeypatch.setattr(report, name, lambda *_: None)
     monkeypatch.setattr(report, "plot_seeds", lambda *_: 1 / 0)
     for name, value in (("HOME", os.getcwd()), ("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "")):
         monkeypatch.setenv(name, value)
@@ -4767,9 +4795,8 @@ def test_extras_end_no_task(program, short_tasks, monkeypatch):
     assert len([*Path("there").glob("*/log.jsonl")]) == 4 and "| rnn |" in Path("there/tables.md").read_text()
 
 
-def test_logs_that_do_not_fit_are_named(program, monkeypatch):
+def test_logs_that_do_not_fit_are_named(program, short_tasks):
     """Damaged ones; and those that do not go into one report."""
-    monkeypatch.setattr(tasks, "STEPS", 2)
     header, *rest = tasks.train(tasks.Settings("rnn", "mod3", 42, 1, 16, [4, 6], 64, 1e-3), [42], DEVICE)[0]
     other = [e | {"acc": 0.1} if e["event"] == "eval" else e for e in rest]
     for name, epochs, events in [("a", 1, rest), ("b", 2, rest), ("other", 1, other), ("unfinished", 1, rest[:-1])]:
@@ -4806,33 +4833,11 @@ def test_tokens_without_their_merges_do_not_train(program, monkeypatch):
     assert (code, err, Path("run").exists()) == (2, "error: no merges\n", False)
 
 
-TOY = """
-import numpy as np
-from tasks import Task
-
-def draw(rng, n, length, earlier=-100):
-    x = rng.randint(0, 4, (n, length))
-    return x, np.where(np.arange(length) < length - 1, earlier, x.sum(1, keepdims=True) % 5)
-
-LAST, FULL = Task(4, 5, draw), Task(4, 5, lambda *args: draw(*args, earlier=0))
-NARROW, FEW = Task(3, 5, draw), Task(4, 4, draw)
-NONE = Task(4, 5, lambda rng, n, length: 1 / 0)
-ONE, THREE = Task(4, 5, lambda rng, n, length: rng.randint(0, 4, (n, length))), 3
-"""
-
-
-@pytest.fixture
-def toy_tasks(program, monkeypatch):
-    """A file with tasks of four symbols and five classes, of which LAST is scored at the last position alone."""
-    monkeypatch.setattr(tasks, "TASKS", {**tasks.TASKS})
-    monkeypatch.setattr(sample, "FILES", {})
-    Path("toy.py").write_text(TOY)
-
-
 def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no_figures):
-    """Language models get its symbols and classes too, seeds apart."""
+    """Language models get its symbols and classes too, seeds apart. Edited, it is another: its runs are not kept."""
     models = "csp-fast:layers=1", "htransformer:L=1"
-    code, out, err = program(tasks, *QUICK, "--model", ",".join(models), "--task", "toy.py:LAST", "--seeds", "1,2")
+    argv = [*QUICK, "--model", ",".join(models), "--task", "toy.py:LAST", "--seeds", "1,2"]
+    code, out, err = program(tasks, *argv)
     assert (code, err) == (0, "") and all(f"| {name} |" in out for name in models)
     for name in ("csp-fast_layers_1", "htransformer_L_1"):
         log = report.read_log(f"here/{name}-LAST-s2")
@@ -4846,6 +4851,9 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no
         if name in sample.MODELS:
             assert (a.model.config.D, a.model.config.L, a.model.config.V) == (32, 3, 5)
     assert tasks.build("hmamba:D=64", "toy.py:LAST", [1]).model.config.D == 64
+    Path("toy.py").write_text(TOY.replace("% 5", "% 4"))
+    sample.FILES.clear()  # as another program
+    assert_refused(program(tasks, *argv), "here/csp-fast_layers_1-LAST-s1 holds a run of other settings (toy.py")
 
 
 def test_the_new_task_of_the_pages_is_s3():
@@ -4865,26 +4873,6 @@ def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short
     every, by_every = tasks.accuracy(model, "toy.py:FULL", [1, 2], 40, 6, "cpu")
     assert by_position[:, :-1].isnan().all() and torch.equal(by_position[:, -1], acc)
     assert torch.equal(by_every[:, -1], acc) and torch.allclose(by_every.mean(1), every)
-
-
-def test_a_task_that_is_wrong_is_told_before_it_trains(program, toy_tasks):
-    for name, message in (
-        ("NARROW", "must return symbols below 3"), ("FEW", "targets below 4 or -100"), ("ONE", "must return symbols"),
-        ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 11)"),
-        ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LAST, FULL, NARROW, FEW, NONE, ONE, THREE; "
-                 "did you mean LAST?"),
-        ("THREE", "toy.py:THREE is no Task\n"),
-    ):  # fmt: skip
-        assert_refused(program(tasks, *QUICK, "--task", f"toy.py:{name}"), message)
-        assert not Path("here").exists()
-
-
-def test_runs_of_a_file_that_was_edited_are_not_kept(program, toy_tasks, short_tasks, no_figures, monkeypatch):
-    assert program(tasks, *QUICK, "--task", "toy.py:LAST")[::2] == (0, "")
-    Path("toy.py").write_text(TOY.replace("% 5", "% 4"))
-    sample.FILES.clear()  # as another program
-    other = "here/rnn-LAST-s42 holds a run of other settings (toy.py"
-    assert_refused(program(tasks, *QUICK, "--task", "toy.py:LAST"), other)
 
 
 @pytest.mark.slow
