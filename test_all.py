@@ -27,6 +27,7 @@ import shlex
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -3508,15 +3509,6 @@ def drawn(monkeypatch):
     return axes_of
 
 
-def test_steps_to_target(tmp_path):
-    """QS 8.1: linear interpolation between the evaluations that bracket the first crossing."""
-    events = write_log(tmp_path / "a", "hmamba", [8.0, 3.0, 2.0, 2.4, 1.9])
-    for target, step in ((3.0, 20), (2.5, 30), (2.0, 40), (1.95, 78), (9.0, 0)):
-        assert report.steps_to_target(events, target) == pytest.approx(step)
-    assert report.steps_to_target(events, 1.0) is report.steps_to_target(events[:1], 1.0) is None
-    assert report.warmup_end({"steps": 60, "schedule": "constant", "warmup": 0.0})[0] == 45
-
-
 def test_report_reads_logs(program, drawn, monkeypatch):
     """QS tables 5-8, of numbers that a reader can check by hand; figures 3-7, of which one cannot be drawn. Lines that
     are no events are left out, with a note."""
@@ -3529,10 +3521,8 @@ def test_report_reads_logs(program, drawn, monkeypatch):
     log.write_text("\n".join([log.read_text().rstrip(), *damaged, '{"event": "val", "st']))
     monkeypatch.setattr(report, "shades", lambda _: 1 / 0)
     code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "again", "--out", "figures")
-    assert (code, err) == (2, "note: of b/log.jsonl these lines cannot be read and are left out: 16, 17, 18, 19, 20, "
-                              "21, 22\n"
-                              "note: a and again are equal, and count once\n"
-                              "error: gradients.png not drawn: ZeroDivisionError('division by zero')\n")  # fmt: skip
+    assert (code, err.count("\n")) == (2, 3) and "are left out: 16, 17, 18, 19, 20, 21, 22\n" in err
+    assert "a and again are equal" in err and "error: gradients.png not drawn: ZeroDivisionError" in err
     for row in (
         "| hmamba | 10 | 0.01 to 0.001 | 2 |",
         # steps to 4.0, 3.5, 3.0, 2.5, 2.2 bpc: seed 1 of mamba needs 33, 40, 50, 60 and more than the 60 it had
@@ -3563,13 +3553,14 @@ REPORTS = {
         ["4.1 bpc", "| csp | 4.040 | - |"], ["/ csp", "Gap", "Gradient"]),
     "no step at all": ([("csp", [8], {}), ("rnn", [8], {})], ["| csp | 8.000 | 8.000 |"], ["rnn / csp"]),
     "ends that a constant rate has not": (
-        [("hmamba", [8, 3], {"schedule": "constant", "min_lr": x, "seeds": f"{x}"}) for x in (0, 1)],
-        ["| hmamba | 10 | 0.01 | 2 |"], ["rate 0.01 to "]),
-    "kinds, and rates": (
+        [*(("hmamba", [8, 3], {"schedule": "constant", "min_lr": x, "seeds": f"{x}"}) for x in (0, 1)),
+         ("mamba", [8, 4], {"schedule": "constant", "seeds": "0"})],
+        ["| hmamba | 10 | 0.01 | 2 |", "at step 15, 75% of the budget"], ["rate 0.01 to "]),
+    "kinds, and rates; what counts is the first crossing": (
         [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 4, 3, 2.8], {"schedule": "constant"}),
-         ("hmamba", [8, 3.5, 3.1, 2.9], {"eval_seqs": 9}), ("hmamba", [8, 3, 2.4, 2.0], {"lr": 0.02})],
+         ("hmamba", [8, 3.5, 3.1, 2.9], {"eval_seqs": 9}), ("hmamba", [8, 2.4, 3, 2.0], {"lr": 0.02})],
         ["Runs of 3 kinds, which differ in schedule, eval_seqs and are not averaged.\n\n### ", "| 0.01 | 1 |",
-         "| hmamba, rate 0.01 | 10 |", "| hmamba, rate 0.02 | 1 | 16 | 18 | 20 | 37 | 50 | 55 | 60 | 2.000 | 2.000 |"],
+         "| hmamba, rate 0.01 | 10 |", "| hmamba, rate 0.02 | 1 | 14 | 16 | 18 | 20 | 56 | 58 | 60 | 2.000 | 2.000 |"],
         []),
     "ends of the cosine": (
         [("hmamba", [8, 3], {"min_lr": 0.0}), ("hmamba", [8, 4], {}), ("mamba", [8, 3], {"min_lr": 0.0})],
@@ -3867,11 +3858,10 @@ def test_late_metric(tmp_path):
 def test_power_laws_and_their_crossing():
     sizes = np.array([1e6, 3e6, 1e7, 1e8])
     noisy = 50 * sizes**-0.15 * [1.02, 0.97, 1.01, 1.0]
-    X, y = np.stack((np.ones(4), np.log10(sizes)), 1), np.log10(noisy)
-    inverse = np.linalg.inv(X.T @ X)
-    expected = inverse @ X.T @ y
-    error = math.sqrt(inverse[1, 1] * ((y - X @ expected) ** 2).sum() / 2)
-    assert report.power_law(sizes, noisy) == pytest.approx((*expected, error))
+    x, y = np.log10(sizes), np.log10(noisy)
+    slope, start = statistics.linear_regression(x, y)
+    error = math.sqrt(((y - start - slope * x) ** 2).sum() / 2 / ((x - x.mean()) ** 2).sum())
+    assert report.power_law(sizes, noisy) == pytest.approx((start, slope, error))
     assert math.isnan(report.power_law(sizes[:2], [2, 1])[2])
     assert report.crossing((3.0, -0.5, 0), (2.0, -0.25, 0), 1) == pytest.approx((1e4, 10))
     for (slope, error), (other, of_other), freedom, crosses in (  # 95 %: 2.776 of 4 degrees, of an error of 0.05
