@@ -3871,6 +3871,15 @@ def test_scaling(tmp_path, drawn):
 # ---- what diagnose.py draws from checkpoints ----
 
 
+def save_untrained(path, spec, meta, **changes):
+    """A checkpoint of a new model, beside what a run's says. Returns the model."""
+    model = make(spec, **changes)
+    meta = meta | {"spec": spec, "config": dataclasses.asdict(model.config)}
+    path.parent.mkdir(exist_ok=True)
+    sample.save_checkpoint(path, meta, model, None, 2, {})
+    return model
+
+
 @pytest.mark.parametrize("name", ["pam", "sam", "pam:order=sequential"])
 def test_rank_of_the_memory(name):
     """Known ranks; and read in parts, the memory is the one that `step` has after as many tokens."""
@@ -3973,14 +3982,10 @@ def test_diagnostics_of_runs(merges, program, drawn, tmp_path):
     for tokens in ("bytes", "gpt2"):
         run = ["--tokens", tokens, "--steps", 2, "--out", f"pam-{tokens}"]
         assert program(train, "--model", "pam:D=8:L=1:H=1:d=4", *flags, *run)[0] == 0
-    meta = sample.read_checkpoint("pam-gpt2")["meta"]
-    (tmp_path / "sam-gpt2").mkdir()
+    of_bytes, of_tokens = (sample.read_checkpoint(f"pam-{tokens}")["meta"] for tokens in ("bytes", "gpt2"))
+    save_untrained(tmp_path / "sam-gpt2/last.pt", "sam:D=8:L=1:H=1:d=4", of_tokens, V=265)
     shutil.copy("pam-gpt2/log.jsonl", "sam-gpt2")
-    twin = make("sam:D=8:L=1:H=1:d=4", V=265)
-    meta |= {"spec": "sam", "config": dataclasses.asdict(twin.config)}
-    sample.save_checkpoint(tmp_path / "sam-gpt2/last.pt", meta, twin, None, 2, {})
-    meta = sample.read_checkpoint("pam-bytes")["meta"]  # what training began with is its own control
-    sample.save_checkpoint(tmp_path / "pam-bytes/best.pt", meta, make("pam:D=8:L=1:H=1:d=4", seed=1), None, 2, {})
+    save_untrained(tmp_path / "pam-bytes/best.pt", "pam:D=8:L=1:H=1:d=4", of_bytes, seed=1)  # is its own control
 
     def ranks(run):
         return re.search(rf"\n\| {run} \| 4 \| 8 \| 32 \| (\d\.\d\d.*) \|\n", out)[1].split(" | ")
@@ -4018,12 +4023,10 @@ def test_faults_of_diagnostics(program, tmp_path):
     """Each is one line, before anything is measured."""
     flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--eval_seqs", 2, "--steps", 1]
     assert program(train, "--model", "pam:D=4:L=1:H=1:d=4", *flags, "--out", "pam")[0] == 0
-    meta, twin = sample.read_checkpoint("pam")["meta"], make("mamba:D=4:L=1")
+    save_untrained(tmp_path / "other/last.pt", "mamba:D=4:L=1", sample.read_checkpoint("pam")["meta"])
+    Path("empty").mkdir()
     for name in ("other", "empty"):
-        (tmp_path / name).mkdir()
         shutil.copy("pam/log.jsonl", name)
-    meta |= {"spec": "mamba:D=4:L=1", "config": dataclasses.asdict(twin.config)}
-    sample.save_checkpoint(tmp_path / "other/last.pt", meta, twin, None, 1, {})
     Path("nothing").touch()
     for argv, message in (
         (["other"], "other is no PAM or SAM, but mamba"), (["empty"], "no checkpoint in"),
@@ -4066,12 +4069,8 @@ def test_phases_are_those_of_the_state(spec):
 
 def test_phases_over_a_text(program, drawn, tmp_path):
     """A picture a run, with the characters beside it; whitespace and no characters are shown; $ is no formula."""
-    meta = {"size": "tiny", "settings": {}, "data": {}, "time_s": 0.0}
     for spec in ("hmamba:D=8:L=5:H=5:N=2", "mamba:D=8:L=1", "pam:L=4:D=8:H=1:d=4:window=3"):
-        model = make(spec)
-        (tmp_path / spec[:5]).mkdir()
-        saved = meta | {"spec": spec, "config": dataclasses.asdict(model.config)}
-        sample.save_checkpoint(tmp_path / spec[:5] / "best.pt", saved, model, None, 1, {})
+        model = save_untrained(tmp_path / spec[:5] / "best.pt", spec, {})
     runs = "hmamb", "mamba", "pam:L"
     assert program(diagnose, "hmamb", "--prompt", "\udcff", "--out", "figures")[0] == 0  # a byte that is not UTF-8
     code, out, err = program(diagnose, *runs, "--prompt", "$a$ \u00fc\n\u4e2d", "--out", "figures")
