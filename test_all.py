@@ -909,8 +909,8 @@ def tensors(state):
     return [x for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
 
 
-def text_batch(B, T, seed=0):
-    return torch.randint(256, (B, T), generator=torch.Generator().manual_seed(seed))
+def text_batch(B, T):
+    return torch.randint(256, (B, T), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
@@ -1280,7 +1280,7 @@ def test_decay_groups():
         for name, p in model.named_parameters():
             decays = p.dim() > 1 and name.split(".")[-1] not in names.split()
             expected["decay" if decays else "no_decay"].add(name.replace(".0.", ".*."))
-        _, groups = train.make_optimizer(model, 1e-3, torch.device("cpu"))
+        _, groups = train.make_optimizer(model, 1e-3, CPU)
         assert {key: set(names) for key, names in groups.items()} == expected, spec
 
 
@@ -1791,15 +1791,13 @@ def test_data_converted(kind, cache):
         assert data.load(given, 64, column=column).tokens.tobytes() == text(9000)
 
 
-BEGINNINGS = [  # texts; and what formats of other files begin with
-    "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "[1, 2]\n", "[{1}]", "\ufeff",
-    "\x1b[1mbold\x1b[0m \f\b\x1a", "быть", "生存", "🙂",
-    '{"a": "', '{\n"text": 1}\n' * 900, "{}{}" * 900, "{not JSON}\n" * 900,  # one object, or no table at all
-]  # fmt: skip
-
-
 def test_data_text_is_text_whatever_it_begins_with(cache):
-    for beginning in BEGINNINGS:
+    """As the formats of other files do; as one object of JSON, or no table at all."""
+    for beginning in [
+        "%PDF-1.4 begins", "PAR1 is a gene", "PK\3\4", "BZh91AY&SY", "[1, 2]\n", "[{1}]", "\ufeff",
+        "\x1b[1mbold\x1b[0m \f\b\x1a", "быть", "生存", "🙂",
+        '{"a": "', '{\n"text": 1}\n' * 900, "{}{}" * 900, "{not JSON}\n" * 900,
+    ]:  # fmt: skip
         for encoding in ("utf-8",) if not beginning.isascii() else ("utf-8", "latin-1"):
             Path("x").write_bytes((beginning + " na\u00efve caf\u00e9" * 9000).encode(encoding))
             assert data.load("x", 16).path == Path("x"), (beginning, encoding)
@@ -2368,14 +2366,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch, capsys):
+def program(cache, monkeypatch, capsys):
     """Runs train, sample, report or data as from the command line, in an empty folder with a text.txt.
 
     Returns the exit code and what was printed to stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NANOHILBERT_DATA", str(tmp_path / "cache"))
     words = np.random.RandomState(0).choice(["phase ", "state ", "gate ", "to be or not\n", "0.5 "], 12_000)
-    (tmp_path / "text.txt").write_text("".join(words))
+    Path("text.txt").write_text("".join(words))
 
     def run(module, *argv):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, argv)])
@@ -2491,7 +2487,7 @@ def test_train_writes_a_whole_run(program, straight, tmp_path):
     assert [e["event"] for e in events[-2:]] == ["final", "sample"]
     header, first, final = events[0], events[1], events[-2]
     text = (tmp_path / "text.txt").read_bytes()
-    assert header["data"] == {"name": "text", "size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    assert header["data"] == {"name": "text", "size": len(text), "sha256": sha(text)}
     assert header["params"]["total"] == sum(x.numel() for x in sample.read_checkpoint(folder)["model"].values())
     assert header["settings"]["lr"] == 2e-3  # from the protocol
     assert len(header["weight_decay"]["decay"]) + len(header["weight_decay"]["no_decay"]) == 12
@@ -2624,9 +2620,7 @@ def a_full_disk(program, monkeypatch):
 
 
 def flip_bit(path):
-    content = bytearray(Path(path).read_bytes())
-    content[len(content) // 2] ^= 1
-    Path(path).write_bytes(content)
+    Path(path).write_bytes(flip(Path(path).read_bytes()))
 
 
 def a_damaged_checkpoint(program, monkeypatch):
@@ -3795,9 +3789,7 @@ def test_training_in_epochs(program):
     assert late[-1] < math.log(256) - 0.5  # it learns
     assert program(train, *flags, "--out", "cut", "--stop_at", per_epoch + 3)[0] == 0
     assert program(train, "--resume", "cut")[0] == 0
-    x, y = (sample.read_checkpoint(path)["model"] for path in ("run/last.pt", "cut/last.pt"))
-    assert all(torch.equal(x[k], y[k]) for k in x)
-    assert report.late_losses(report.read_log("cut")) == late
+    assert_same_run("run", "cut")
 
 
 def test_late_metric(tmp_path):
@@ -4213,15 +4205,11 @@ def test_training_and_sampling_on_tokens(merges, program, no_curves):
     tuned = ["--data", "text.txt", "--seq", 32, "--batch", 4, "--eval_seqs", 2, "--steps", 1, "--init_from", "run"]
     assert program(train, *tuned, "--out", "new")[0] == 0
     assert report.read_log("new")[0]["settings"]["tokens"] == "gpt2"
-    assert train.resolve({"data": "wikitext103"}, torch.device("cpu")).tokens == "gpt2"
+    assert train.resolve({"data": "wikitext103"}, CPU).tokens == "gpt2"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # CSP and its baselines
-
-TASK_SPECS = ["csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel", "csp-fast", "csp-fast:scan=segment",
-              "csp-fast:scan=printed:theta=step", "csp-fast:theta=frozen:gate=sigmoid", "rnn", "complex-rnn",
-              "signed-mamba", "signed-mamba:transition=input", "decoder"]  # fmt: skip
 
 
 def test_csp_parameters():
@@ -4232,7 +4220,11 @@ def test_csp_parameters():
         assert sum(p[0].numel() for p in model.parameters()) == count and f"{name} {count:,}" in said
 
 
-@pytest.mark.parametrize("spec", TASK_SPECS)
+@pytest.mark.parametrize("spec", [
+    "csp-vanilla", "csp-vanilla:skip=prev", "csp-vanilla:theta=channel", "csp-fast", "csp-fast:scan=segment",
+    "csp-fast:scan=printed:theta=step", "csp-fast:theta=frozen:gate=sigmoid", "rnn", "complex-rnn", "signed-mamba",
+    "signed-mamba:transition=input", "decoder",
+])  # fmt: skip
 def test_task_models(spec, monkeypatch):
     """A later symbol changes no earlier score, and one seed's weights no other seed's scores. All parameters get
     gradients. No symbols are an error, and so are other symbols, which are no rows of another seed's embedding. Scores
@@ -4490,7 +4482,6 @@ def test_gate_starts_where_it_says(gate_init, gamma, slope):
 # ----------------------------------------------------------------------------------------------------------------------
 # Tasks
 
-DEVICE = torch.device("cpu")
 QUICK = ["--model", "rnn", "--epochs", 1, "--lengths", "4,6", "--out", "here"]
 
 
@@ -4547,7 +4538,7 @@ def test_seeds_trained_together_are_trained_alone(short_tasks, monkeypatch, mode
     torch.set_default_dtype(torch.float64)
     try:
         s = tasks.Settings(model, "parity", 0, 2, 8, [8, 12], 16, 1e-3)
-        together, (alone,) = tasks.train(s, [42, 43], DEVICE), tasks.train(s, [43], DEVICE)
+        together, (alone,) = tasks.train(s, [42, 43], CPU), tasks.train(s, [43], CPU)
     finally:
         torch.set_default_dtype(torch.float32)
     for a, b in zip(together[1][1:], alone[1:]):
@@ -4566,7 +4557,7 @@ def test_task_protocol(monkeypatch):
     monkeypatch.setattr(tasks, "make_batch", lambda *args: streams.append((*args[3], args[1])) or real(*args))
     noted = lambda *args, **given: decays.append(given["weight_decay"]) or adam(*args, **given)  # noqa: E731
     monkeypatch.setattr(torch.optim, "Adam", noted)
-    events = tasks.train(tasks.Settings("rnn", "parity", 7, 4, 4, [4, 6], 8, 1e-2), [7], DEVICE)[0]
+    events = tasks.train(tasks.Settings("rnn", "parity", 7, 4, 4, [4, 6], 8, 1e-2), [7], CPU)[0]
     assert [x for x in streams if x[1] > 0] == [(7, epoch, step, 8) for epoch in range(1, 5) for step in range(2)]
     assert {(7, 0, 4, 1000), (7, 0, 6, 1000)} <= {*streams} and decays == [1e-7]
     rates = [e["lr"] for e in events if e["event"] == "train"]
@@ -4741,7 +4732,7 @@ def test_extras_end_no_task(program, short_tasks, no_figures, monkeypatch):
 
 def test_logs_that_do_not_fit_are_named(program, short_tasks):
     """Damaged ones; and those that do not go into one report."""
-    header, *rest = tasks.train(tasks.Settings("rnn", "mod3", 42, 1, 16, [4, 6], 64, 1e-3), [42], DEVICE)[0]
+    header, *rest = tasks.train(tasks.Settings("rnn", "mod3", 42, 1, 16, [4, 6], 64, 1e-3), [42], CPU)[0]
     other = [e | {"acc": 0.1} if e["event"] == "eval" else e for e in rest]
     for name, epochs, events in [("a", 1, rest), ("b", 2, rest), ("other", 1, other), ("unfinished", 1, rest[:-1])]:
         settings = header["settings"] | {"epochs": epochs}
@@ -4813,7 +4804,7 @@ def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short
 @pytest.mark.slow
 def test_complex_rnn_generalises_after_two_epochs():
     """The whole loop learns: parity at four times the training length."""
-    events = tasks.train(tasks.Settings("complex-rnn", "parity", 1, 2, 16, [16, 64], 64, 1e-3), [1], DEVICE)[0]
+    events = tasks.train(tasks.Settings("complex-rnn", "parity", 1, 2, 16, [16, 64], 64, 1e-3), [1], CPU)[0]
     assert report.accuracies(events)[64] > 0.98
     assert events[1]["loss"] > 5 * events[2]["loss"]
 
@@ -4878,7 +4869,7 @@ def test_benchmark_section(monkeypatch, section, cuda):
     units = {"ceiling": {"GB/s", "TFLOP/s"}, "scan": {"GB/s"}, "tasks": {None}, "step": {None}}
     for title, unit, rows in [*bench.SECTIONS[section](cuda)][: None if section == "train" else 3]:
         rows = [(name, make, tuple(map(tiny, shape)), work) for name, make, shape, work in rows]
-        found = bench.take_turns(title, rows, DEVICE, 2)
+        found = bench.take_turns(title, rows, CPU, 2)
         assert list(found) == [name for name, *_ in rows] and unit in units.get(section, {"TFLOP/s"})
         for name, result in found.items():
             if re.search("fla|accelerated|mambapy|nanoGPT", name):
@@ -4909,7 +4900,7 @@ def test_benchmark_counts_flops():
 def test_rows_that_fail_stop_no_others():
     failing = partial(raise_error, RuntimeError("out of\nmemory"))
     rows = [("broken", failing, (), None), ("late", lambda: failing, (), None), ("good", lambda x: x.sort, ([1],), 5)]
-    found = bench.take_turns("t", rows, DEVICE, 2)
+    found = bench.take_turns("t", rows, CPU, 2)
     assert list(found) == ["broken", "late", "good"]
     assert found["broken"] == found["late"] == "failed: RuntimeError: out of memory"
     seconds, work, memory = found["good"]
