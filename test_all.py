@@ -1814,7 +1814,7 @@ KINDS = {  # what is no text, and what is said of it
     ("中文汉字测试" * 3000).encode("utf-16"): "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x",  # without a NUL
     ("hi" * 3000).encode("utf-32"): "(UTF-32 text): iconv -f UTF-32 -t UTF-8 x",
     CHECKPOINT.getvalue(): "(checkpoint of PyTorch): it holds no",
-    zipped({"word/a.xml": b"x", "[Content_Types].xml": b"x"}): "(Office document or e-book): pandoc -t plain x > FILE.txt",
+    zipped({"word/a.xml": b"x", "[Content_Types].xml": b"x"}): "(Office document or e-book): pandoc -t plain x",
     zipped({"mimetype": b"x"})[:38] + b"application/epub+zip" + binary(9000): "(Office document or e-book): pandoc",
     zlib.compress(binary(9000)): "(binary data): it holds no text to train on",
     ("text " * 900).encode("utf-16-le"): "(binary data)",
@@ -3350,8 +3350,8 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
 
 
 def test_a_file_may_vary_our_models(program, gru, no_curves):
-    """With what lies beside it; without `layers`, which the logs then lack; with one tensor under two names; a wider CSP
-    is one for tasks.py. A tried step leaves the random numbers."""
+    """With what lies beside it; without `layers`, which the logs then lack; with one tensor under two names; a CSP is
+    for tasks.py. A tried step leaves the random numbers."""
     Path("lib/beside.py").write_text("from csp import CSPFast\nfrom htransformer import HTransformer\n")
     classes = "class Mine(HTransformer):\n    pass\nclass Wide(CSPFast):\n    pass\n"
     Path("lib/mine.py").write_text("from beside import *\n" + classes)
@@ -3558,7 +3558,8 @@ def test_figures_of_any_runs(tmp_path, drawn):
             "c": ("hmamba", [2.1, 2], {"total": 11}), "f": ("mamba", [2.2], {}),
             "g": ("mamba", [2.1], {"tokens": "gpt2"}), "h": ("hmamba:field=real", [2.1], {}),
             "i": ("hmamba", [2.1], {"lr": 0.02}), "j": ("hmamba", [2.1], {"init_from": "/of/A tiny/best.pt"}),
-            "k": ("hmamba", [2.0], {"min_lr": 0.0}), "d": ("htransformer", [2], {}), "e": ("transformer", [2], {})}  # fmt: skip
+            "k": ("hmamba", [2.0], {"min_lr": 0.0}), "d": ("htransformer", [2], {}),
+            "e": ("transformer", [2], {})}  # fmt: skip
     starts = {"b": [8, 3.2, 2.7], "d": [8, 3, 2], "e": [8, 2, 2], "f": [8, 5.5, 2.6]}
     logs = {name: write_log(tmp_path / name, model, starts.get(name, [8, 3, 2.5]) + end, **settings)
             for name, (model, end, settings) in runs.items()}  # fmt: skip
@@ -3643,8 +3644,9 @@ def test_report_refuses(program):
         ("garbled", "a log lacks a value (TypeError: "),
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
         ("list", "its first line is no header"), ("other", "its first line is no header"),
-        ("a --forest --out all.png", "no two models of these runs"), ("a in/a --forest --out b.png", "have one name"), ("a --forest", "--forest draws one figure"),
-        ("a --csv .", "cannot write --csv ."), ("a --out curves.jpg", "must be a folder, or for report.py a figure, .png"),
+        ("a --forest --out all.png", "no two models of these runs"), ("a in/a --forest --out b.png", "have one name"),
+        ("a --forest", "--forest draws one figure"), ("a --csv .", "cannot write --csv ."),
+        ("a --out curves.jpg", "must be a folder, or for report.py a figure, .png"),
         ("a --out=", "must be a folder"), ("a --out a/log.jsonl/figures", "cannot write a/log.jsonl/figures"),
         ("a --out gap.PDF", "gap.PDF is none of their figures: these runs have curves, "),
     ):  # fmt: skip
@@ -3740,7 +3742,7 @@ def test_report_in_a_hostile_environment(tmp_path):
         assert (done.returncode, done.stderr[:18]) == (rc, words)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     code = "import os, report; print(os.environ['MPLBACKEND'])"
-    assert subprocess.run([sys.executable, "-c", code], env=ENV | env, capture_output=True, text=True).stdout == f"{backend}\n"
+    assert subprocess.check_output([sys.executable, "-c", code], env=ENV | env, text=True) == f"{backend}\n"
     for path in {*ROOT.glob("*.py")} - {Path(__file__)}:
         assert not re.search("^ *assert ", path.read_text(), re.M), path
 
@@ -4916,8 +4918,9 @@ def test_benchmark_tables(monkeypatch, device):
     memory, (_, table, other) = device == "cuda", bench.tables(args, ["ceiling", "scan"])
     columns = ["candidate", "ms (min - max)", "time / first"]
     assert table[:2] == ("t", [*columns, "GB/s", "of ceiling", *["GB"] * memory])
-    assert table[2] == [["x", "failed: x"], ["a", "2000.00 (1000.00 - 4000.00)", "1.00", "2", "50%", *["2.00"] * memory],
-                        ["b", "4000.00 (2000.00 - 6000.00)", "2.00", "-", "-", *["0.50"] * memory]]  # fmt: skip
+    a = ["a", "2000.00 (1000.00 - 4000.00)", "1.00", "2", "50%", *["2.00"] * memory]
+    b = ["b", "4000.00 (2000.00 - 6000.00)", "2.00", "-", "-", *["0.50"] * memory]
+    assert table[2] == [["x", "failed: x"], a, b]
     assert len(other[1]) == len(other[2][0]) == 3 + memory
 
 
