@@ -1670,7 +1670,6 @@ FAULTS = [  # the files (a file: x), the command line, what the message has to s
     ({}, ["stdlib", "--seq", "0"], "--seq must be at least 1"),
     ({}, ["--verify"], "--verify needs the name or path of a corpus"),
     (b"", ["x"], "error: x holds nothing to train on\n"),
-    (text(2000), ["x"], "257 bytes, the shortest has 100; bring 5,140 in all"),
     ({"cache/a": text(900)}, ["cache"], "holds prepared corpora or a run"),
     ({"x/log.jsonl": b'{"event": "header"}'}, ["x"], "holds prepared corpora or a run"),
     ({"x/.h": text(9000), "x/.git/a": text(9000), "x/tables.md": text(900)}, ["x"],
@@ -2300,7 +2299,7 @@ def test_data_memory_stays_small(cache):
 def test_data_splits(cache):
     """Every split holds a window, or the corpus is refused; as many bytes as the message asks for are enough."""
     Path("x").write_bytes(text(5120))
-    with pytest.raises(data.InputError, match="each split needs 257 bytes, the shortest has 256"):
+    with pytest.raises(data.InputError, match="each split needs 257 bytes, the shortest has 256; bring 5,140 in all"):
         data.load("x", 256)
     for size in 20 * 257, 5143, 99_999:
         Path("x").write_bytes(text(size))
@@ -2971,7 +2970,6 @@ def test_init_from(program, cut):
     code, out, _ = program(train, *argv, "--stop_at", 1)
     header, best = report.read_log("new")[0], Path("cut/best.pt").absolute()
     assert code == 0 and f"; begun from {best}, step 6\n" in out
-    assert header["settings"]["model"] == SMALL[1]
     expected = {"path": str(best), "step": 6, "sha256": data.hash_file(best), "model": SMALL[1], "data": "text"}
     assert header["origin"] == expected
     assert header["data"]["size"] == 99 * 99 * 2 + 89 * 99 + 2 * 99  # the column that it is told
@@ -3140,6 +3138,7 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     *[("impossible schedule", NEW, flags) for flags in ("--lr 0", "--lr 1e-3,nan", "--min_lr 1", "--warmup -1")],
     ("--stop_at 9 lies beyond --steps 8", NEW, "--stop_at 9"),
     ("no device 'cuda:99' here; there are: auto, ", NEW, "--device cuda:99"),
+    ("error: out of memory: set --checkpointing, lower --micro", NEW, "--model hmamba:D=1000000000000"),
     ("--steps 9 differs from this run's 8", NEW, "--out run --steps 9"),
     ("cannot make the run folder", NEW, "--out text.txt/run"),
     ("--out . exists and is no run: name another folder", NEW, "--out ."),
@@ -3796,7 +3795,6 @@ def test_late_metric(tmp_path):
     late = [5.0, 4.0, 3.5, 3.0, 2.8, 2.6]
     events = write_epochs(tmp_path / "a", "pam", 10**6, late)
     assert report.late_losses(events) == late
-    assert report.late_losses(events[:-1]) == []  # which are the last three is not known before the end
     assert report.late_metric(late) == pytest.approx((np.mean(late), np.std(late, ddof=1)))
     assert report.late_metric([3.0]) == (3.0, 0.0)
     header, end = {"event": "header", "settings": {"steps": 9}}, {"event": "final", "step": 9, "val_loss": 1.0}
@@ -3810,7 +3808,7 @@ def test_late_metric(tmp_path):
     table, ours, cut = (report.epochs_table(*group) for group in groups)
     assert "| pam | 5m | 1,000,000 | 3.099 | 5.56 | 22.17 |" in table and "| sam / pam | 3.00 | 2.18 |" in table
     assert table.count(" / ") == 1  # not pam:D=40 / pam
-    assert "5.56" not in ours and cut == ""
+    assert "5.56" not in ours and cut == ""  # which epochs are the last three is not known before the end
 
 
 def test_power_laws_and_their_crossing():
@@ -4421,13 +4419,10 @@ def test_signed_mamba_block_is_its_formula(transition, T):
         u = F.silu(F.conv1d(F.pad(u.T, (3, 0)), w["conv"].T.unsqueeze(1), w["conv_bias"], groups=3).T)
         r, B, C = (u @ w["x_proj.weight"].view(3, 5)).split((1, 2, 2), -1)
         dt = F.softplus(r @ w["dt_proj.weight"].view(1, 3) + w["dt_proj.bias"])
+        rates = dt[..., None] * w["A"] if transition == "fixed" else (u @ w["W_a.weight"] + w["W_a.bias"])[..., None]
         h, outputs = torch.zeros(3, 2).double(), []
         for t in range(T):
-            if transition == "fixed":
-                rate = dt[t, :, None] * w["A"]
-            else:
-                rate = (u[t] @ w["W_a.weight"] + w["W_a.bias"])[:, None]
-            h = torch.tanh(rate) * h + (dt * u)[t, :, None] * B[t]
+            h = torch.tanh(rates[t]) * h + (dt * u)[t, :, None] * B[t]
             outputs.append(h @ C[t])
         return x + ((torch.stack(outputs) + w["D"] * u) * F.silu(gate)) @ w["out_proj.weight"]
 
