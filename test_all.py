@@ -1958,9 +1958,7 @@ def test_data_changed_under_a_run(how, merges):
         corpus.check_unchanged()  # the map is still the old file
         assert corpus.tokens.tobytes() == content
         return
-    with open(corpus.path, "r+b") as f:
-        f.write(content[:-4] if how == "cut" else flip(content))
-        f.truncate()
+    corpus.path.write_bytes(content[:-4] if how == "cut" else flip(content))
     if how == "set back":
         os.utime(corpus.path, ns=(1, 1))
     with pytest.raises(data.InputError, match="was changed since the run began"):
@@ -2279,8 +2277,7 @@ def test_import_is_light():
 def test_data_memory_stays_small(cache):
     """A corpus is never loaded."""
     for name, size in ("big", 8 << 30), ("x/a", 64 << 20):  # without a block on the disk
-        with open(write_tree(Path(), {name: b""}) / name, "wb") as f:
-            f.truncate(size)
+        os.truncate(write_tree(Path(), {name: b""}) / name, size)
     tracemalloc.start()
     corpus = data.load("big", 256, column="")
     tokens = corpus.split("train")
@@ -2853,9 +2850,7 @@ def test_one_command_begins_goes_on_and_ends(program, begun):
         assert program(train, *argv) == done
     assert "at step 8 of 4 already" in program(train, "--resume", "run", "--stop_at", 4)[1]
     assert content("run") == before
-    Path("it's my run").mkdir()
-    for name in (".lock", "last.pt.0.part"):  # killed in the moment of its beginning
-        Path("it's my run", name).touch()
+    write_tree(Path("it's my run"), {".lock": b"", "last.pt.0.part": b""})  # killed in the moment of its beginning
     code, out, _ = program(train, *SMALL, "--out", "it's my run", "--steps", 1)
     command = re.search(r"more: python (sample.py .*)\)\n", out)[1]
     assert code == 0 == program(sample, *shlex.split(command)[1:], "--length", 1)[0]
@@ -3007,11 +3002,8 @@ def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
         with open("run/log.jsonl", "a") as f:
             f.write('{"event": "train"')  # a line that a kill cut short does not swallow the next one
     monkeypatch.setattr(Path, "write_text", write_text)
-    Path("alone").mkdir()
-    shutil.copy("run/best.pt", "alone")
-    for logs in ([], [Path("alone/log.jsonl")]):
-        for log in logs:
-            log.write_text("mine\n")
+    for file in {"best.pt": Path("run/best.pt").read_bytes()}, {"log.jsonl": b"mine\n"}:
+        write_tree(Path("alone"), file)
         before = content("alone")
         out = program(train, "--resume", "alone", "--eval_only")[1]
         assert 0 <= out.find("note: no log of this result (") < out.find("val loss ")  # before what may take hours
@@ -3314,8 +3306,7 @@ def gru(program, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (code,) = [x for x in re.findall(r"^```python\n(.*?)^```", PAPERS, re.DOTALL | re.MULTILINE) if "class MyGRU" in x]
     assert len(code.splitlines()) <= 40
-    Path("lib").mkdir()
-    Path("lib/mygru.py").write_text(f"from __future__ import annotations\n{code}")
+    write_tree(Path("lib"), {"mygru.py": f"from __future__ import annotations\n{code}".encode()})
     return code
 
 
@@ -3418,15 +3409,13 @@ def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row
 
 def write_events(folder, model, total, events, **settings):
     """The log of a run whose header says that it has `total` parameters."""
-    folder = Path(folder)
-    folder.mkdir(parents=True)
     protocol = {"model": model, "seeds": "1", "size": "tiny", "batch": 2, "seq": 5, "lr": 0.01, "min_lr": 0.001,
                 "warmup": 0.75, "schedule": "cosine", "dtype": "float32", "eval_seqs": 4, "eval_every": 20}  # fmt: skip
     header = {"event": "header", "step": 0, "settings": protocol | {"out": str(folder)} | settings,
               "params": {"total": total}, "config": {"D": total, "L": 2},
               "data": {"name": "text", "size": 1000, "sha256": "0" * 64}}  # fmt: skip
-    (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (header, *events)))
-    return report.read_log(folder)
+    log = "".join(json.dumps(e) + "\n" for e in (header, *events))
+    return report.read_log(write_tree(Path(folder), {"log.jsonl": log.encode()}))
 
 
 def write_log(folder, model, bpc, final=None, layers=(0.5, 0.2), total=10, **settings):
@@ -3757,6 +3746,7 @@ def test_epochs_become_steps(program, monkeypatch):
     n = len(data.load("text.txt", 512).split("train")) - 1
     for size, flags, steps, every in (
         ("5m", [], 10 * (n // 512 // 8), -(-(n // 512 // 8) // 4)),
+        ("5m", ["--steps", 7], 7, -(-(n // 512 // 8) // 4)),
         ("5m", ["--steps", 7, "--eval_every", 3], 7, 3),
         ("tiny", ["--epochs", 2], 2 * (n // 256 // 16), -(-(n // 256 // 16) // 4)),
     ):
@@ -3957,8 +3947,7 @@ WORDNET = {
 
 
 def test_wordnet_pairs(tmp_path):
-    for name, text in WORDNET.items():
-        (tmp_path / f"data.{name}").write_text(text, encoding="latin-1")
+    write_tree(tmp_path, {f"data.{pos}": lines.encode() for pos, lines in WORDNET.items()})
     synonyms, antonyms = diagnose.wordnet_pairs(tmp_path)
     assert antonyms == {("cold", "hot"), ("ice cold", "warm")}
     assert len(synonyms) == 45 + 2
@@ -3992,8 +3981,7 @@ def test_diagnostics_of_runs(merges, program, drawn, tmp_path):
     assert tables.rstrip() in out and "### Effective rank by layer and head" in tables
 
     words = WORDNET | {"noun": "00001740 03 n 04 s 0 g 0 o 0 a 0 000 | a is a token, but not of the text\n"}
-    for pos, lines in words.items():
-        (tmp_path / f"data.{pos}").write_text(lines)
+    write_tree(tmp_path, {f"data.{pos}": lines.encode() for pos, lines in words.items()})
     code, out, err = program(diagnose, "pam-gpt2", "sam-gpt2/log.jsonl", "--out", "figures", "--wordnet", ".")
     assert (code, err) == (0, "")
     assert all(x != y for x, y in zip(ranks("pam-gpt2")[:2], ranks("pam-gpt2")[2:]))
@@ -4013,10 +4001,8 @@ def test_faults_of_diagnostics(program, tmp_path):
     flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--eval_seqs", 2, "--steps", 1]
     assert program(train, "--model", "pam:D=4:L=1:H=1:d=4", *flags, "--out", "pam")[0] == 0
     save_untrained(tmp_path / "other/last.pt", "mamba:D=4:L=1", sample.read_checkpoint("pam")["meta"])
-    Path("empty").mkdir()
-    for name in ("other", "empty"):
-        shutil.copy("pam/log.jsonl", name)
-    Path("nothing").touch()
+    log = Path("pam/log.jsonl").read_bytes()
+    write_tree(tmp_path, {"other/log.jsonl": log, "empty/log.jsonl": log, "nothing": b""})
     for argv, message in (
         (["other"], "other is no PAM or SAM, but mamba"), (["empty"], "no checkpoint in"),
         (["pam", "--wordnet", "."], f"WordNet's data.noun (unzip {diagnose.WORDNET_URL} and"),
@@ -4030,8 +4016,7 @@ def test_faults_of_diagnostics(program, tmp_path):
         if argv == ["pam"]:
             Path("text.txt").write_text(Path("text.txt").read_text()[1:])
         assert_refused(program(diagnose, *argv), message)
-    for name in WORDNET:
-        (tmp_path / f"data.{name}").touch()
+    write_tree(tmp_path, {f"data.{pos}": b"" for pos in WORDNET})
     assert_refused(program(diagnose, "pam", "--wordnet", "."), "--wordnet takes runs with --tokens gpt2")
 
 
@@ -4731,8 +4716,7 @@ def test_logs_that_do_not_fit_are_named(program, short_tasks):
         settings = header["settings"] | {"epochs": epochs}
         report.write_log(Path(name, "log.jsonl"), [header | {"settings": settings}, *events])
     write_log(Path("text"), "hmamba", [8, 3])
-    Path("here/rnn-mod3-s42").mkdir(parents=True)
-    Path("here/rnn-mod3-s42/log.jsonl").write_text("{}\n")
+    write_tree(Path("here/rnn-mod3-s42"), {"log.jsonl": b"{}\n"})
     for module, given, message in [
         (tasks, QUICK, "rnn-mod3-s42"), (report, ["here/rnn-mod3-s42"], "rnn-mod3-s42"),
         (report, ["a", "b"], "epochs is 1 and 2"), (report, ["other", "a"], "of rnn with seed 42, other and a"),
