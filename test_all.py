@@ -3673,7 +3673,7 @@ def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
         assert report.step_ratio(models, (0, 1), target) == (steps, sign)
 
 
-def test_report_references():
+def test_report_references(tmp_path):
     """Whom a model is compared with, and whom it shares a panel with. Those of results/ are in its tables."""
     labels = ["hmamba", "htransformer:score=softmax", "transformer", "csp, rate 1", "csp, rate 2", "GRU D=8", "GRU D=9"]
     expected = [None, "hmamba", "htransformer:score=softmax", "hmamba", "csp, rate 1", "hmamba", "hmamba"]
@@ -3683,6 +3683,8 @@ def test_report_references():
     added = ["htransformer", "transformer", "TransformerPlus parts=conv", "TransformerPlus parts=gate"]
     for labels, expected in ((added, [None, *added[:2], "transformer"]), (added[1:], [None, *2 * ["transformer"]])):
         assert [report.reference(label, labels) for label in labels] == expected
+    logs = [write_log(tmp_path / spec, spec, [8, 3]) for spec in ("x.py:TransformerPlus", "transformer")]
+    assert [*report.group_runs(logs)[0][1]] == ["transformer", "TransformerPlus"]
     assert report.reference("mamba", ["mamba"]) is None
     pairs = ["hmamba", "mamba", "htransformer:score=softmax", "transformer"]
     found = report.by_family(dict.fromkeys(pairs))
