@@ -1171,6 +1171,7 @@ def test_parameter_counts():
     for name, total in {"hmamba": 253_033_856, "mamba": 253_051_904, "htransformer": 253_107_584,
                         "transformer": 253_150_208}.items():  # fmt: skip
         assert count(name, "253m") == total
+    assert hmamba.matched_width(hmamba.MambaConfig(D=1024, L=24, H=16)) == 1258  # the paper's width
     for size, c in hmamba.Mamba.SIZES.items():
         assert abs(count("hmamba", size) - count("mamba", size)) <= 3 * c.D * c.L
         assert abs(count("htransformer", size) - count("transformer", size)) <= 2 * c.D * c.L
@@ -1203,6 +1204,8 @@ def test_pam_sizes_are_those_of_table_1():
         states = [[sum(x.numel() for x in tensors(layer)) for layer in m.init_state(1)] for m in models[:2]]
         assert states[0] == states[1]
     assert set(states[0]) == {49_152}  # 100m, PAM IV.3: floats a layer, whatever T
+    # The paper's SAM of 10M has D = 140 with 8 heads, 1.1 % above PAM; the nearest is one less.
+    assert pam.matched_width(dataclasses.replace(pam.SAM.SIZES["10m"], V=50257)) == 139
     D, H, d = 100, 4, 16  # of tiny, by hand
     hand = 2 * 256 * D + D + 4 * (18 * D**2 + 8 * D * H * d + 3 * D * H + 2 * H + 5 * D + 2)
     assert count("pam:order=sequential") == count("pam") == hand == 982_940
@@ -3463,6 +3466,15 @@ def drawn(monkeypatch):
     for module in (report, diagnose):
         monkeypatch.setattr(module, "figure", kept)
     return axes_of
+
+
+def test_steps_to_target(tmp_path):
+    """QS 8.1: linear interpolation between the evaluations that bracket the first crossing."""
+    events = write_log(tmp_path / "a", "hmamba", [8.0, 3.0, 2.0, 2.4, 1.9])
+    for target, step in ((3.0, 20), (2.5, 30), (2.0, 40), (1.95, 78), (9.0, 0)):
+        assert report.steps_to_target(events, target) == pytest.approx(step)
+    assert report.steps_to_target(events, 1.0) is report.steps_to_target(events[:1], 1.0) is None
+    assert report.warmup_end({"steps": 60, "schedule": "constant", "warmup": 0.0})[0] == 45
 
 
 def test_report_reads_logs(program, drawn, monkeypatch):
