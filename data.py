@@ -403,7 +403,7 @@ def kind_of(file, column):
         return next(kinds, ("binary data", NOTHING))
     start = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if re.match(rb'\[\s*\{\s*"', start):
-        return "JSON array", "jq -c '.[]' {} > FILE.jsonl"
+        return "JSON array", """jq -c '.[]' {} > FILE.jsonl, or --column "" for the bytes as they are"""
     if start.startswith(b"{"):
         file.seek(0)
         with suppress(ValueError, RecursionError):

@@ -107,7 +107,7 @@ def read_log(path):
             if not all(map(math.isfinite, (event["step"], event[needed], event.get("val_loss", 0)))):
                 raise ValueError("not finite")
             events.append(event)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             bad.append(str(number))
     if not events or not {"settings", "data", "params"} <= events[0].keys():
         raise InputError(f"{path} is not a log of train.py or tasks.py: its first line is no header")
@@ -488,16 +488,16 @@ def family(label):
 
 
 def reference(label, labels):
-    """What a row is compared with, or None: for a user's variant of a model that model; its complex realization with
-    the same options, or else without; or else the first of its family, or of `labels`."""
+    """What a row is compared with, or None: for a user's variant of a model that model; its complex realization; each
+    with the same options, or else without; or else the first of its family, or of `labels`."""
     if label in FAMILIES:
         return None
-    model = split_label(label)[0]
-    spec, known = label.partition(", ")[0], family(label) in FAMILIES
+    (spec, *rate), model, known = label.partition(", "), split_label(label)[0], family(label) in FAMILIES
     relatives = [x for x in labels if (family(x) == family(label) if known else x.partition(", ")[0] == spec)]
-    varied = parent(label) if parent(label) != model else label
-    twin = label.replace(model, family(label), 1)
-    others = varied, twin, family(label), *relatives[:1], next(iter(labels))
+    varied, twin = ("".join([spec.replace(model, name, 1).replace(" ", ":"), *rate])
+                    for name in (parent(label), family(label)))  # fmt: skip
+    own = [varied, "".join([parent(label), *rate]), parent(label)] if parent(label) != model else []
+    others = *own, twin, family(label), *relatives[:1], next(iter(labels))
     return next((other for other in others if other in labels and other != label), None)
 
 
@@ -1172,7 +1172,7 @@ def main():
         if not one_figure:
             raise InputError("--forest draws one figure: name it, such as --out forest.png")
         folders = {Path(run).resolve().name: [*logs.values()] for run, logs in found.items()}
-        if len(folders) < len(found):
+        if len(folders) < len({Path(run).resolve() for run in found}):
             raise InputError("two folders have one name, by which --forest groups: rename one")
         text, figures = "", {target.name: partial(plot_forest, folders)}
     else:

@@ -3485,12 +3485,13 @@ def test_report_reads_logs(program, drawn, monkeypatch):
     write_log("c", "mamba", [8, 3, 2.5, 2.3], seeds="2"), write_log("again", "hmamba", [8, 3, 2.5, 2.1], micro=1)
     log = Path("b/log.jsonl")
     damaged = (f'{{"event": "val", "step": 20, "val_loss": {x}}}' for x in ("NaN", "1e999", '"2.5"', '2, "step": "x"'))
-    damaged = *damaged, '{"event": "val", "step": 20}', '{"event": "train", "step": 20}'
+    damaged = *damaged, '{"event": "val", "step": 20}', '{"event": "train", "step": 20}', "[" * 99_999
+    damaged = *damaged, '{"event": "val", "step": 1%s, "val_loss": 1}' % ("0" * 400)
     log.write_text("\n".join([log.read_text().rstrip(), *damaged, '{"event": "val", "st']))
     monkeypatch.setattr(report, "shades", lambda _: 1 / 0)
     code, out, err = program(report, "b/log.jsonl", "a", "c", "d", "again", "--out", "figures")
     assert (code, err) == (2, "note: of b/log.jsonl these lines cannot be read and are left out: 16, 17, 18, 19, 20, "
-                              "21, 22\n"
+                              "21, 22, 23, 24\n"
                               "note: a and again are equal, and count once\n"
                               "error: gradients.png not drawn: ZeroDivisionError('division by zero')\n")  # fmt: skip
     for row in (
@@ -3652,7 +3653,7 @@ def test_report_refuses(program):
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
         ("list", "its first line is no header"), ("other", "its first line is no header"),
         ("a --forest --out all.png", "no two models of these runs"), ("a in/a --forest --out b.png", "have one name"),
-        ("a --forest", "--forest draws one figure"), ("a --csv .", "cannot write --csv ."),
+        ("a a/ --forest --out b.png", "no two models"), ("a --forest", "--forest draws one figure"), ("a --csv .", "cannot write --csv ."),
         ("a --out curves.jpg", "must be a folder, or for report.py a figure, .png"),
         ("a --out=", "must be a folder"), ("a --out a/log.jsonl/figures", "cannot write a/log.jsonl/figures"),
         ("a --out gap.PDF", "gap.PDF is none of their figures: these runs have curves, "),
@@ -3702,6 +3703,8 @@ def test_report_references(tmp_path):
     added = ["htransformer", "transformer", "TransformerPlus parts=conv", "TransformerPlus parts=gate"]
     for labels, expected in ((added, [None, *added[:2], "transformer"]), (added[1:], [None, *2 * ["transformer"]])):
         assert [report.reference(label, labels) for label in labels] == expected
+    labels = ["hmamba:N=4", "mamba", "mamba:N=4", "MambaX N=4", "mamba, rate 1", "MambaX N=4, rate 1"]
+    assert [report.reference(label, labels) for label in labels[3::2]] == ["mamba:N=4", "mamba, rate 1"]
     logs = [write_log(tmp_path / spec, spec, [8, 3]) for spec in ("x.py:TransformerPlus", "transformer")]
     assert [*report.group_runs(logs)[0][1]] == ["transformer", "TransformerPlus"]
     assert report.reference("mamba", ["mamba"]) is None
