@@ -4904,10 +4904,29 @@ def test_rows_that_fail_stop_no_others():
     assert found["broken"] == found["late"] == "failed: RuntimeError: out of memory"
     seconds, work, memory = found["good"]
     assert len(seconds) == 100 and all(0 < x < 1 for x in seconds) and (work, memory) == (5, None)
-    peer = torch.nn.Embedding(256, 256)
+
+
+def test_a_step_of_a_peer(monkeypatch):
+    class GPT(torch.nn.Embedding):
+        """Like nanoGPT, which without targets returns the scores of the last position alone."""
+
+        def __init__(self, _):
+            super().__init__(256, 256)
+
+        def forward(self, idx, targets=None):
+            logits = super().forward(idx if targets is not None else idx[:, -1:])
+            return logits, targets is not None and F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    peer, found = torch.nn.Embedding(256, 256), []
+    nanogpt = types.SimpleNamespace(GPT=lambda c: found.append(GPT(c)) or found[0], GPTConfig=dict)
+    monkeypatch.setitem(sys.modules, "model", nanogpt)
     before = peer.weight.detach().clone()
     bench.training_step(peer, 1, 4, logits=lambda out: out)()
-    assert not torch.equal(peer.weight, before) and peer.weight.grad is None
+    step = bench.train_nanogpt(1, 4)
+    fresh = found[0].weight.detach().clone()
+    step()
+    for model, start in ((peer, before), (found[0], fresh)):
+        assert not torch.equal(model.weight, start) and model.weight.grad is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
