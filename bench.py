@@ -61,7 +61,7 @@ FLUSH = 2**31  # bytes that empty a GPU's caches: writing them takes half a mill
 
 
 def training_step(model, B, T, vocab_size=V, logits=None):
-    """logits: function of what a peer's model returns. None: the model takes targets too, and returns its loss second."""
+    """logits: function of what a peer's model returns. None: the model takes targets and returns its loss second."""
     device = torch.get_default_device().type
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3, fused=device == "cuda")
     idx = torch.randint(vocab_size, (B, T + 1))

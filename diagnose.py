@@ -16,6 +16,7 @@ import math
 import os
 import statistics
 import sys
+from copy import deepcopy
 from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -330,8 +331,8 @@ def complex_states(model, idx):
     if getattr(model, "real", getattr(model.config, "field", "real") == "real"):
         return None
     if isinstance(model, htransformer.HTransformer):
-        with torch.enable_grad():  # where gradients are kept, its state holds every key
-            _, _, state = model(idx)
+        with torch.inference_mode(False), torch.enable_grad():  # where gradients are kept, its state holds every key
+            _, _, state = deepcopy(model).requires_grad_()(idx.clone())
         keys = torch.stack([past[-2][0].detach() for *_, past in state])  # (L, H, T, N, 2), or with N and 2 as one axis
         return torch.view_as_complex(keys.reshape(*keys.shape[:3], -1, 2)).transpose(2, 3)
     states, state = [], model.init_state(1)

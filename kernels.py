@@ -485,6 +485,10 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
     operator.register_fake(like)
     gradient.register_fake(grads_like)
 
+    def refuse_forward_mode():
+        if forward_ad._current_level >= 0:  # PyTorch would take the tangent of an operator for zero, without a word
+            raise NotImplementedError("no forward mode (jvp, jacfwd, forward_ad) but with backend='reference'")
+
     def setup(ctx, inputs, output):
         ctx.set_materialize_grads(False)  # no zeros for what is only there for the backward
         output = output if isinstance(output, tuple) else (output,)
@@ -494,6 +498,7 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
         ctx.zeros = [partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in output[:outputs]]
 
     def vjp(ctx, *grads):
+        refuse_forward_mode()
         grads = [zeros() if grad is None else grad for grad, zeros in zip(grads, ctx.zeros)]
         found = gradient(*grads, *ctx.saved_tensors, *ctx.rest)
         return *(grad if given else None for grad, given in zip(found, ctx.given)), *(None for _ in ctx.rest)
@@ -501,8 +506,7 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
     operator.register_autograd(vjp, setup_context=setup)
 
     def call(*inputs):
-        if forward_ad._current_level >= 0:  # PyTorch would take the tangent of this operator for zero, without a word
-            raise NotImplementedError("no forward mode (jvp, jacfwd, forward_ad) but with backend='reference'")
+        refuse_forward_mode()
         return operator(*inputs)
 
     return call

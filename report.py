@@ -4,7 +4,7 @@
     python report.py runs/*-stdlib-* --out figures     and, with the figures, into a folder
     python report.py RUN RUN --out mine.pdf            the curves alone, under any name: .png, .pdf or .svg
     python report.py RUN RUN --out gap.pdf             one figure alone that has this name in the folder
-    python report.py runs/* --csv losses.csv           a row for each run and evaluation
+    python report.py runs/pam* --csv losses.csv        a row for each run and evaluation
     python report.py runs/tasks-40 --out figures       length generalization
     python report.py runs/pam* --out figures           runs in epochs: also power laws and their crossing
     python report.py --forest results/english results/stdlib --out forest.png    all ratios of steps in one figure
@@ -211,7 +211,8 @@ def ratio_text(both, sign="="):
     if sign != "=":
         return f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-"
     mean, ends = mean_ratio(both)
-    return f"{mean:.2f}" + (" [{:.3f}, {:.3f}]".format(*ends) if ends else "")
+    text = f"{mean:.2f}" if not ends or ends[0] <= round(mean, 2) <= ends[1] else f"{mean:.3f}"  # inside its interval
+    return text + (" [{:.3f}, {:.3f}]".format(*ends) if ends else "")
 
 
 def interval_text(values, sign=""):
@@ -469,15 +470,22 @@ def spec_label(spec):
     return " ".join(rest) or Path(file).stem if file.endswith(".py") else spec
 
 
+def parts(label):
+    """(model, its options, rate or "") of a label such as "hmamba:N=4, rate 0.002"."""
+    spec, _, rate = label.partition(", ")
+    model, *options = re.split("[: ]", spec)
+    return model, {*options}, rate
+
+
 def split_label(label):
-    """(model, its options but those of its size) of a label such as "hmamba:N=4, rate 0.002"."""
-    model, *options = re.split("[: ]", label.partition(", ")[0])
+    """(model, its options but those of its size) of a label."""
+    model, options, _ = parts(label)
     return model, sorted(option for option in options if option.split("=")[0] not in SHAPE)
 
 
 def parent(label):
     """The name of a label's model; of a user's class that of the model which its name begins with, as HMambaMinus."""
-    model = split_label(label)[0]
+    model = parts(label)[0]
     found = re.match("HTransformer|Transformer|HMamba|Mamba|PAM|SAM", model)
     return found[0].lower() if found else model
 
@@ -488,17 +496,20 @@ def family(label):
 
 
 def reference(label, labels):
-    """What a row is compared with, or None: for a user's variant of a model that model; its complex realization; each
-    with the same options, or else without; or else the first of its family, or of `labels`."""
+    """What a row is compared with, or None: for a user's variant of a model that model, else its complex realization,
+    at the same rate if possible, with the same options, or with those of its size; or else the first of its family, or
+    of `labels`."""
     if label in FAMILIES:
         return None
-    (spec, *rate), model, known = label.partition(", "), split_label(label)[0], family(label) in FAMILIES
-    relatives = [x for x in labels if (family(x) == family(label) if known else x.partition(", ")[0] == spec)]
-    varied, twin = ("".join([spec.replace(model, name, 1).replace(" ", ":"), *rate])
-                    for name in (parent(label), family(label)))  # fmt: skip
-    own = [varied, "".join([parent(label), *rate]), parent(label)] if parent(label) != model else []
-    others = *own, twin, family(label), *relatives[:1], next(iter(labels))
-    return next((other for other in others if other in labels and other != label), None)
+    (model, options, rate), known = parts(label), family(label) in FAMILIES
+    size, whole, others = {x for x in options if x.split("=")[0] in SHAPE}, {x: parts(x) for x in labels}, []
+    for name in [parent(label)] * (parent(label) != model) + [family(label)]:
+        fits = {x: (r == rate, len(o)) for x, (m, o, r) in whole.items()
+                if m == name and (o == options or o <= size) and (m, o) != (model, options)}  # fmt: skip
+        others += [max(fits, key=fits.get)] if fits else []
+    others += [x for x in labels if (family(x) == family(label) if known else whole[x][:2] == (model, options))][:1]
+    others.append(next(iter(labels)))
+    return next((other for other in others if other != label), None)
 
 
 def by_family(models):

@@ -313,9 +313,9 @@ def build(checkpoint, device="cpu"):
 def load(path, device="cpu"):
     """(model in eval mode, meta) from a checkpoint file or run folder (best.pt before last.pt).
 
-    meta: spec, size, config, data (name, size, sha256), settings. Raises InputError."""
+    meta: spec, size, config, data (name, size, sha256), settings, step, path of the file. Raises InputError."""
     checkpoint = read_checkpoint(path)
-    return build(checkpoint, device).eval(), checkpoint["meta"]
+    return build(checkpoint, device).eval(), checkpoint["meta"] | {key: checkpoint[key] for key in ("step", "path")}
 
 
 def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
@@ -443,7 +443,7 @@ def main():
         raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
     run = run or max(checkpoints, key=os.path.getmtime).parent
     model, meta = load(run, pick_device(args.device))
-    note(f"{run}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
+    note(f"{meta['path']}, step {meta['step']}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
     encode, to_bytes = codec(model.config.V)
     tokens = encode(prompt)
     if args.score is not None:

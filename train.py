@@ -98,7 +98,7 @@ class Settings:
     epochs: int = flag(None, "passes over the training data, if --steps is not given")
     stop_at: int = flag(None, "stop after this step, the schedule unchanged; --resume goes on")
     batch: int = flag(None, "sequences a step, over all devices")
-    micro: int = flag(None, "sequences that a device takes at once; changes memory and speed, not the result")
+    micro: int = flag(None, "sequences that a device takes at once; changes memory, speed and rounding")
     seq: int = flag(None, "tokens a sequence")
     lr: float = flag(None, "peak learning rate")
     min_lr: float = flag(None, "learning rate at the end of the cosine")
@@ -147,8 +147,9 @@ def parse_flags():
         if not given[key]:
             raise InputError(f"--{key} '' names nothing")
         given[key] = os.path.expanduser(given[key])
-    if "out" in given and Path(given["out"]) == Path(given.get("resume", "\0")):
-        del given["out" if "eval_only" in given else "resume"]  # --out alone begins a run or goes on with it
+    if "out" in given and Path(given["out"]).absolute() == Path(given.get("resume", "\0")).absolute():
+        goes_on = "eval_only" in given or holds_run(Path(given["out"]))
+        del given["out" if goes_on else "resume"]  # --out alone begins a run
     if ("eval_only" in given or "split" in given) and not {"eval_only", "resume"} <= given.keys():
         raise InputError("--eval_only (and --split) judge a checkpoint: name it with --resume RUN --eval_only")
     return given
@@ -209,7 +210,7 @@ def learning_rate(step, s):
         return s.lr
     warmup = s.warmup if s.warmup >= 1 else s.warmup * s.steps
     if step < warmup:
-        return s.lr * (step + 1) / max(warmup, 1)
+        return s.lr * min(1, (step + 1) / warmup)
     done = (step - warmup) / max(1, s.steps - warmup)
     return s.min_lr + 0.5 * (s.lr - s.min_lr) * (1 + math.cos(math.pi * done))
 
@@ -438,7 +439,8 @@ class Run:
         self.write("val", val_loss=loss, split="val", n_tokens=n_tokens, **epoch)
         if loss < self.best["val_loss"]:
             self.best = {"val_loss": loss, "step": self.step}
-            self.save("best.pt")
+            if self.step:  # before the first step there is nothing to keep: last.pt is newer
+                self.save("best.pt")
         if time.monotonic() - self.drawn > FIGURE_EVERY:
             self.draw()
 
