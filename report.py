@@ -17,6 +17,7 @@ bits per character, if the tokens are bytes, and else bits a token. "+-" is half
 
 import colorsys
 import csv
+import itertools
 import json
 import math
 import os
@@ -497,18 +498,20 @@ def family(label):
 
 def reference(label, labels):
     """What a row is compared with, or None: for a user's variant of a model that model, else its complex realization,
-    at the same rate if possible, with the same options, or with those of its size; or else the first of its family, or
-    of `labels`."""
+    with the same options, or with those of its size, at the same rate if possible; or else an earlier row of its
+    family, likewise; or else the first of all."""
     if label in FAMILIES:
         return None
     (model, options, rate), known = parts(label), family(label) in FAMILIES
     size, whole, others = {x for x in options if x.split("=")[0] in SHAPE}, {x: parts(x) for x in labels}, []
     for name in [parent(label)] * (parent(label) != model) + [family(label)]:
-        fits = {x: (r == rate, len(o)) for x, (m, o, r) in whole.items()
+        fits = {x: (len(o & size), r == rate, len(o)) for x, (m, o, r) in whole.items()
                 if m == name and (o == options or o <= size) and (m, o) != (model, options)}  # fmt: skip
         others += [max(fits, key=fits.get)] if fits else []
-    others += [x for x in labels if (family(x) == family(label) if known else whole[x][:2] == (model, options))][:1]
-    others.append(next(iter(labels)))
+    earlier = itertools.takewhile(lambda x: x != label, labels)
+    earlier = [x for x in earlier if (family(x) == family(label) if known else whole[x][:2] == (model, options))]
+    others += sorted(earlier, key=lambda x: whole[x][2] != rate)[:1]
+    others += [next(iter(labels))] * (options != set() or model not in FAMILIES)
     return next((other for other in others if other != label), None)
 
 
@@ -523,7 +526,7 @@ def by_family(models):
 
 def group_runs(logs):
     """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run;
-    shared["kind"] is what the groups differ in, {setting: value}. Labels are models, with their rates where one has
+    shared["kind"] is what the groups differ in, {setting: value}. Labels are models, with their rates if one has
     several, and the ends of the cosine where a rate has several; complex models come before their twins, models
     before their variants. Raises InputError for two runs of one label and seed, or of different configurations."""
     groups, place, found = {}, {name: i for i, name in enumerate(FAMILIES)}, []
@@ -538,13 +541,13 @@ def group_runs(logs):
             if len({kind.get(key) for kind in kinds}) > 1]  # fmt: skip
     for (shared, members), kind in zip(groups.values(), kinds):
         shared["kind"], models = {key: kind.get(key) for key in keys}, {}
-        settings = [header["settings"] for header, *_ in members]
+        rates = {}  # {model: {(rate, end of the cosine)}}
+        for s in (header["settings"] for header, *_ in members):
+            rates.setdefault(s["model"], set()).add((s["lr"], shared["schedule"] == "constant" or s["min_lr"]))
         for events in members:
             s = events[0]["settings"]
-            rates = {(x["lr"], shared["schedule"] == "constant" or x["min_lr"])
-                     for x in settings if x["model"] == s["model"]}  # fmt: skip
-            label = spec_label(s["model"]) + f", rate {s['lr']:g}" * (len(rates) > 1)
-            label += f" to {s['min_lr']:g}" * (len({rate for rate, _ in rates}) < len(rates))
+            label = spec_label(s["model"]) + f", rate {s['lr']:g}" * any(len(found) > 1 for found in rates.values())
+            label += f" to {s['min_lr']:g}" * (len(dict(rates[s["model"]])) < len(rates[s["model"]]))
             add_run(models, label, s["seeds"], events)
         order = sorted(models, key=lambda x: (place.get(family(x), 9), parent(x) in COMPLEX, parent(x) not in x))
         found.append((shared, {label: models[label] for label in order}))

@@ -2980,6 +2980,7 @@ def test_init_from(program, cut):
     assert header["data"]["size"] == 99 * 99 * 2 + 89 * 99 + 2 * 99  # the column that it is told
     before, now = (sample.read_checkpoint(path)["model"] for path in (best, "new/last.pt"))
     assert all(torch.equal(before[key], now[key]) for key in before)  # at that rate
+    assert sample.read_checkpoint("new/best.pt")["step"] == 0  # such weights may stay the best
     assert program(train, *argv, "--resume", "new", "--stop_at", 1)[0] == 0  # the same command goes on
     shutil.rmtree("cut")  # is needed no more
     for step in 1, 2:  # 2: the run was complete
@@ -3716,10 +3717,20 @@ def test_report_references(tmp_path):
     for labels, expected in ((added, [None, *added[:2], "transformer"]), (added[1:], [None, *2 * ["transformer"]])):
         assert [report.reference(label, labels) for label in labels] == expected
     labels = ["hmamba:N=4", "mamba", "mamba:N=4", "MambaX N=4", "mamba, rate 1", "MambaX N=4, rate 1"]
-    assert [report.reference(label, labels) for label in labels[3::2]] == ["mamba:N=4", "mamba, rate 1"]
+    assert [report.reference(label, labels) for label in labels[3::2]] == 2 * ["mamba:N=4"]
     logs = [write_log(tmp_path / spec, spec, [8, 3]) for spec in ("x.py:TransformerPlus", "transformer")]
     assert [*report.group_runs(logs)[0][1]] == ["transformer", "TransformerPlus"]
     assert report.reference("mamba", ["mamba"]) is None
+    known = ["pam, rate 1", "pam, rate 2", "pam:D=40, rate 2", "sam:D=40, rate 1", "sam, rate 2", "hmamba, rate 1",
+             "mamba, rate 2", "htransformer, rate 1", "H conv=1, rate 1", "H conv=1, rate 2", "hmamba:N=8, rate 1",
+             "HMambaX init=y, rate 1", "HMambaX init=y, rate 2", "HMambaX init=z, rate 2"]  # fmt: skip
+    assert [report.reference(label, known) for label in known] == [
+        None, "pam, rate 1", "pam, rate 2", "pam:D=40, rate 2", "pam, rate 2", None, "hmamba, rate 1", None,
+        "pam, rate 1", "H conv=1, rate 1", "hmamba, rate 1", "hmamba, rate 1", "hmamba, rate 1", "hmamba, rate 1",
+    ]  # fmt: skip
+    known = ["HTransformerMinus N=2 conv=1, rate 1", "HTransformerMinus N=2 conv=1, rate 2"]
+    for label in "HTransformerMinus N=2 conv=1 score=softmax, rate 2", "HTransformerMinus N=2 conv=1, rate 3":
+        assert report.reference(label, [*known, label]) == known["rate 2" in label]
     for label, other in {
         "hmamba:scan=clamped, rate 2": "hmamba, rate 2", "mamba:init=xavier, rate 2": "hmamba, rate 2",
         "sam:D=40:heads=2": "pam:D=40", "mamba:D=64:init=xavier": "hmamba:D=64",
@@ -4071,8 +4082,10 @@ def test_phases_are_those_of_the_state(spec):
     model, idx, state = make(spec, **small).eval(), text_batch(1, 80), None
     z = diagnose.complex_states(model, idx)
     assert z.shape == (2, 2, 3, 80) and z.is_complex() and not z.requires_grad
+    model.requires_grad_(False)
     with torch.inference_mode():
-        assert torch.equal(diagnose.complex_states(model.requires_grad_(False), idx), z)
+        assert torch.equal(diagnose.complex_states(model, idx.clone()), z)
+        assert not any(p.requires_grad for p in model.parameters())
         _, _, state = model(idx[:, :71], state=state)
     layer = [x for x in state if x][1]
     if "htransformer" in spec:

@@ -439,7 +439,7 @@ class Run:
         self.write("val", val_loss=loss, split="val", n_tokens=n_tokens, **epoch)
         if loss < self.best["val_loss"]:
             self.best = {"val_loss": loss, "step": self.step}
-            if self.step:  # before the first step there is nothing to keep: last.pt is newer
+            if self.step or self.meta["origin"]:  # untrained weights are not worth keeping
                 self.save("best.pt")
         if time.monotonic() - self.drawn > FIGURE_EVERY:
             self.draw()

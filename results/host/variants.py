@@ -209,7 +209,7 @@ class HMambaMinusBlock(hmamba.HMambaBlock):
             if getattr(c, name) == "zero":
                 zero = torch.zeros_like(getattr(self, name))
                 delattr(self, name)
-                self.register_buffer(name, zero)
+                self.register_buffer(name, zero, persistent=False)
 
     def init_state(self, batch_size):
         tail, psi = super().init_state(batch_size)
