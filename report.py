@@ -527,7 +527,7 @@ def by_family(models):
 def group_runs(logs):
     """[(shared settings, {label: {seed: events}})], a group for each set of settings that decide the course of a run;
     shared["kind"] is what the groups differ in, {setting: value}. Labels are models, with their rates if one has
-    several, and the ends of the cosine where a rate has several; complex models come before their twins, models
+    several, and the ends of the cosine if a rate has several; complex models come before their twins, models
     before their variants. Raises InputError for two runs of one label and seed, or of different configurations."""
     groups, place, found = {}, {name: i for i, name in enumerate(FAMILIES)}, []
     for events in logs:
@@ -544,10 +544,11 @@ def group_runs(logs):
         rates = {}  # {model: {(rate, end of the cosine)}}
         for s in (header["settings"] for header, *_ in members):
             rates.setdefault(s["model"], set()).add((s["lr"], shared["schedule"] == "constant" or s["min_lr"]))
+        several = any(len(x) > 1 for x in rates.values())
+        ends = any(len(x) > len(dict(x)) for x in rates.values())
         for events in members:
             s = events[0]["settings"]
-            label = spec_label(s["model"]) + f", rate {s['lr']:g}" * any(len(found) > 1 for found in rates.values())
-            label += f" to {s['min_lr']:g}" * (len(dict(rates[s["model"]])) < len(rates[s["model"]]))
+            label = spec_label(s["model"]) + f", rate {s['lr']:g}" * several + f" to {s['min_lr']:g}" * ends
             add_run(models, label, s["seeds"], events)
         order = sorted(models, key=lambda x: (place.get(family(x), 9), parent(x) in COMPLEX, parent(x) not in x))
         found.append((shared, {label: models[label] for label in order}))

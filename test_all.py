@@ -3545,8 +3545,9 @@ REPORTS = {
          "| hmamba, rate 0.01 | 10 |", "| hmamba, rate 0.02 | 1 | 14 | 16 | 18 | 20 | 56 | 58 | 60 | 2.000 | 2.000 |"],
         []),
     "ends of the cosine": (
-        [("hmamba", [8, 3], {"min_lr": 0.0}), ("hmamba", [8, 4], {}), ("mamba", [8, 3], {"min_lr": 0.0})],
-        ["| hmamba, rate 0.01 to 0 | 3.000 ", "| hmamba, rate 0.01 to 0.001 | 4.000 ", "| mamba | 3.000 "], []),
+        [("hmamba", [8, 4], {}), ("hmamba", [8, 3], {"min_lr": 0.0}), ("mamba", [8, 3], {"min_lr": 0.0})],
+        ["| hmamba, rate 0.01 to 0 | 3.000 ", "| hmamba, rate 0.01 to 0.001 | 4.000 ",
+         "| mamba, rate 0.01 to 0 / hmamba, rate 0.01 to 0 | 1.00 "], []),
     "begun, stopped by --stop_at, short of a target: never a number of another step": (
         [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 3, 2.5, 2.1], {"seeds": "2"}),
          ("mamba", [8, 3.1, 2.6], {"steps": 60}), ("mamba", [8, 5, 3.5, 2.9], {"seeds": "2"})],
