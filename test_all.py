@@ -3730,6 +3730,8 @@ def test_report_references(tmp_path):
         None, "pam, rate 1", "pam, rate 2", "pam:D=40, rate 2", "pam, rate 2", None, "hmamba, rate 1", None,
         "pam, rate 1", "H conv=1, rate 1", "hmamba, rate 1", "hmamba, rate 1", "hmamba, rate 1", "hmamba, rate 1",
     ]  # fmt: skip
+    known = ["hmamba:scan=clamped, rate 2", "hmamba, rate 1", "hmamba:N=8, rate 2"]
+    assert report.reference(known[2], known) == known[1]
     known = ["HTransformerMinus N=2 conv=1, rate 1", "HTransformerMinus N=2 conv=1, rate 2"]
     for label in "HTransformerMinus N=2 conv=1 score=softmax, rate 2", "HTransformerMinus N=2 conv=1, rate 3":
         assert report.reference(label, [*known, label]) == known["rate 2" in label]
