@@ -463,6 +463,11 @@ def _in_dtype(dtype, *tensors):
     return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors)
 
 
+def _refuse_forward_mode():
+    if forward_ad._current_level >= 0:  # PyTorch would take the tangent of an operator for zero, without a word
+        raise NotImplementedError("no forward mode (jvp, jacfwd, forward_ad) but with backend='reference'")
+
+
 def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
     """A differentiable operator, forward and backward each one opaque node for torch.compile, autocast and DDP.
 
@@ -485,10 +490,6 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
     operator.register_fake(like)
     gradient.register_fake(grads_like)
 
-    def refuse_forward_mode():
-        if forward_ad._current_level >= 0:  # PyTorch would take the tangent of an operator for zero, without a word
-            raise NotImplementedError("no forward mode (jvp, jacfwd, forward_ad) but with backend='reference'")
-
     def setup(ctx, inputs, output):
         ctx.set_materialize_grads(False)  # no zeros for what is only there for the backward
         output = output if isinstance(output, tuple) else (output,)
@@ -498,7 +499,7 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
         ctx.zeros = [partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in output[:outputs]]
 
     def vjp(ctx, *grads):
-        refuse_forward_mode()
+        _refuse_forward_mode()
         grads = [zeros() if grad is None else grad for grad, zeros in zip(grads, ctx.zeros)]
         found = gradient(*grads, *ctx.saved_tensors, *ctx.rest)
         return *(grad if given else None for grad, given in zip(found, ctx.given)), *(None for _ in ctx.rest)
@@ -506,7 +507,7 @@ def _operator(schema, forward, like, backward, grads_like, saved, outputs=1):
     operator.register_autograd(vjp, setup_context=setup)
 
     def call(*inputs):
-        refuse_forward_mode()
+        _refuse_forward_mode()
         return operator(*inputs)
 
     return call

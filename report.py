@@ -305,7 +305,7 @@ def style(label):
     code = zlib.crc32(":".join(sorted(options)).encode(), 38)  # 38: the variants in results/ look apart
     real = name in REAL or "field=real" in options
     if name not in COLOURS:
-        code = zlib.crc32(name.encode(), code ^ 132141)  # chosen likewise
+        code = zlib.crc32(name.encode(), code ^ 896778)  # chosen likewise
         return {"color": colorsys.hls_to_rgb(code % 997 / 997, 0.4, 0.7), "ls": ("-.", ":")[code // 997 % 2]}
     if not options:
         return {"color": COLOURS[name], "ls": "--" if real else "-"}
