@@ -557,9 +557,10 @@ def hold(folder, wait=False):
                 fcntl.flock(f, fcntl.LOCK_EX)
         except (OSError, AttributeError) as e:  # AttributeError: Windows
             note(f"note: {folder} cannot be locked ({e}): start no second run in it")
-        f.truncate(0)
-        f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        f.flush()
+        with explain(f"write {path}"):
+            f.truncate(0)
+            f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+            f.flush()
         yield
 
 

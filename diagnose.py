@@ -118,8 +118,9 @@ def repetition_rows(events, windows, split, decode):
     """Rows of a table: kind of text, how many, and each kind of repetition with a 95 % interval; of the windows (B, T)
     of real text, and of the texts logged in the last tenth of the steps. decode: of a token."""
     texts = {"validation text": [b"".join(map(decode, window)).decode(errors="replace") for window in windows.tolist()]}
+    late = 0.9 * max(e["step"] for e in events)  # the last event may evaluate an earlier checkpoint
     for event, name in SAMPLING.items():
-        texts[name] = [e["text"] for e in events if e["event"] == event and e["step"] >= 0.9 * events[-1]["step"]]
+        texts[name] = [e["text"] for e in events if e["event"] == event and e["step"] >= late]
     return [[name, len(written), *map(interval_text, repetitions(written, split).values())]
             for name, written in texts.items() if written]  # fmt: skip
 

@@ -204,7 +204,7 @@ class MambaMixer(nn.Module):
         self.conv1d = CausalConv1d(E, c.conv)
         self.x_proj = nn.Linear(E, self.rank + 2 * c.N, bias=False)
         self.dt_proj = nn.Linear(self.rank, E)
-        self.A_log = nn.Parameter(torch.arange(1, c.N + 1).float().log().repeat(E, 1))
+        self.A_log = nn.Parameter(torch.arange(1, c.N + 1).log().repeat(E, 1))
         self.D = nn.Parameter(torch.ones(E))
         self.out_proj = nn.Linear(E, c.D, bias=False)
 

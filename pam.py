@@ -119,11 +119,11 @@ class ComplexLinear(nn.Module):
 
     def forward(self, z):
         """z (..., n, 2) -> (..., m, 2)"""
-        # As one real matrix (2m, 2n) on (x_r, x_i). In float32 under autocast: the phase z / |z| of the gate divides by
-        # |z| what bf16 has rounded, and one small |z| spoils the gradient of all below it.
-        to_r, to_i = torch.cat((self.weight_r, -self.weight_i), 1), torch.cat((self.weight_i, self.weight_r), 1)
-        matrix = torch.cat((to_r, to_i))
+        # As one real matrix (2m, 2n) on (x_r, x_i), at least in float32, also under autocast: the phase z / |z| of the
+        # gate divides by |z| what bf16 has rounded, and one small |z| spoils the gradient of all below it.
         with torch.autocast("cpu" if z.is_meta else z.device.type, enabled=False):
+            r, i = wide(self.weight_r), wide(self.weight_i)
+            matrix = torch.cat((torch.cat((r, -i), 1), torch.cat((i, r), 1)))
             return F.linear(z.mT.flatten(-2).to(matrix.dtype), matrix).unflatten(-1, (2, -1)).mT
 
 
@@ -240,9 +240,12 @@ class Memory(nn.Module):
         """x (B, T, D, 2), or (B, T, D) if real -> log_gamma and 1 - p, (B, T, H) each, at least float32."""
         flat, size = (x, x.abs()) if self.real else (x.mT.flatten(-2), modulus(x))
         with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # as in ComplexLinear
-            dt = F.softplus(wide(self.dt_proj(flat.to(self.dt_proj.weight.dtype))))
-            # sigmoid(-x) is 1 - sigmoid(x) with all its digits: at a logit of 17 a float32 p is 1.
-            one_minus_p = (-wide(self.protect_proj(size.to(self.protect_proj.weight.dtype)))).sigmoid()
+            dt, protect = (
+                F.linear(wide(y), wide(proj.weight), wide(proj.bias))
+                for y, proj in ((flat, self.dt_proj), (size, self.protect_proj))
+            )
+        # sigmoid(-x) is 1 - sigmoid(x) with all its digits: at a logit of 17 a float32 p is 1.
+        dt, one_minus_p = F.softplus(dt), (-protect).sigmoid()
         # eq. 5: gamma = e^-dt (1 - p) + p = 1 - (1 - p)(1 - e^-dt), whose log keeps its digits near gamma = 1. Below
         # gamma = 1e-7, where float32 has no digits of 1 - gamma, it stays there: no log of 0.
         closing = one_minus_p * torch.expm1(-dt)
@@ -406,7 +409,7 @@ class PAM(nn.Module):
         keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         z, new_state = self.embedding(idx), []
-        z = z if self.real else z.unflatten(-1, (-1, 2)).mT.contiguous().mT  # (B, T, D, 2)
+        z = z if self.real else wide(z).unflatten(-1, (-1, 2)).mT.contiguous().mT  # (B, T, D, 2)
         for layer, layer_state in zip(self.layers, state):
             if self.checkpointing and self.training:
                 z, layer_state = checkpoint(layer, z, layer_state, use_reentrant=False)
@@ -417,7 +420,7 @@ class PAM(nn.Module):
         z = self.norm_f(z)
         # z_r E_r^T + z_i E_i^T, the real part of <E|z>, is a real product of the pairs.
         z = z if self.real else torch.stack(re_im(z), -1).flatten(-2)
-        logits = wide(F.linear(z, self.embedding.weight))
+        logits = wide(F.linear(z, self.embedding.weight.to(z.dtype)))
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
         return logits, loss, new_state if keep_state else None
 

@@ -68,7 +68,7 @@ def write_log(path, events):
     """A whole log.jsonl, in a folder that is made if need be."""
     text = "".join(json.dumps(event) + "\n" for event in events)
     with explain(f"write {path}"):
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda f: f.write(text.encode()))
 
 
@@ -388,27 +388,29 @@ def log_axis(ax, which, ticks=None, form="{x:g}"):
 def parse_out(text):
     """The folder that --out names. Raises InputError for what can be none."""
     out = Path(os.path.expanduser(text))
-    if not text or out.suffix.lower() in (*FORMATS, ".md", ".jpg", ".jpeg", ".bmp", ".gif", ".eps"):
+    is_file = out.suffix.lower() in (*FORMATS, ".md", ".jpg", ".jpeg", ".bmp", ".gif", ".eps") or out.is_file()
+    if not text or is_file:
         raise InputError(f"--out {text or repr('')} must be a folder, or for report.py a figure, {', '.join(FORMATS)}")
     return out
 
 
 def show_report(text, figures, out=None, written=None):
     """Writes tables.md (`text`, or what is `written`) and the figures, {file name: function that draws it into a path},
-    into the folder `out`, if one is given, and then prints `text`. A figure that cannot be drawn is a line on stderr.
+    into the folder `out`, if one is given, and then prints `text`. A file that cannot be written is a line on stderr.
     Returns the exit code: 2 after such a line, else 0."""
     written, paths, code = text if written is None else written, [], 0
-    if out and written:
-        paths.append(out / "tables.md")
+    if written:
+        tables = partial(replace_file, write=lambda f: f.write(f"{written}\n".encode(errors="replace")))
+        figures = {"tables.md": tables} | figures
+    if out:
         with explain(f"write {out}"):
             out.mkdir(parents=True, exist_ok=True)
-            paths[0].write_text(written + "\n", encoding="utf-8", errors="replace")
-    for name, draw in figures.items() if out else ():
+    for name, write in figures.items() if out else ():
         try:
-            draw(out / name)
+            write(out / name)
             paths.append(out / name)
-        except Exception as e:  # whatever a library raises: other figures may be drawn
-            note(f"error: {name} not drawn: {e if isinstance(e, InputError) else repr(e)}")
+        except Exception as e:  # whatever the system or a library raises: others may be written
+            note(f"error: {name} not written: {e if isinstance(e, InputError) else repr(e)}")
             code = 2
     print(text, *(f"wrote {path}" for path in paths), sep="\n", flush=True)
     return code
@@ -536,7 +538,9 @@ def group_runs(logs):
         shared = {k: v for k, v in settings.items() if k not in NOT_SHARED}
         shared["data"] = f"{data['name']} {data['sha256'][:8]}"
         groups.setdefault(json.dumps(shared, sort_keys=True), (shared, []))[1].append(events)
-    kinds = [s | {"init_from": "/".join(Path(s["init_from"]).parts[-2:])} for s, _ in groups.values()]
+    origins = {s["init_from"]: "/".join(Path(s["init_from"]).parts[-2:]) for s, _ in groups.values()}
+    alike = len({*origins.values()}) < len(origins)
+    kinds = [s | {"init_from": s["init_from"] if alike else origins[s["init_from"]]} for s, _ in groups.values()]
     keys = [key for key in dict.fromkeys(key for kind in kinds for key in kind)
             if len({kind.get(key) for kind in kinds}) > 1]  # fmt: skip
     for (shared, members), kind in zip(groups.values(), kinds):
@@ -859,6 +863,7 @@ def plot_forest(folders, path):
         for shared, models in group_runs(logs):
             name = f"{folder}: {caption(shared, models).removeprefix(folder + ', ')}"
             name = "; ".join(filter(None, [name, kind_text(shared, "size", "steps", "schedule", "warmup")]))
+            name = f"{name}; {kind_text(shared)}" if name in found else name  # what is hidden may be the difference
             for pair in pairs(models):
                 ratios = [step_ratio(models, pair, goal) for goal in targets(models)]
                 found.setdefault(name, {})[pair] = [ratio for ratio in ratios if ratio[1]]
@@ -1159,7 +1164,7 @@ def find_logs(run):
     path = Path(os.path.expanduser(run))
     if not path.is_dir() or (path / "log.jsonl").exists():
         return [path]
-    below = sorted(path.glob("*.jsonl")) or sorted(path.glob("*/log.jsonl"))
+    below = sorted([*path.glob("*.jsonl"), *path.glob("*/log.jsonl")])
     if not below:
         raise InputError(f"{run} holds no run and no log")
     return below

@@ -98,7 +98,8 @@ def configure(spec, config):
         try:
             values[key] = READ[types[key]](value)
         except ValueError:
-            raise InputError(f"{name}: {key}={value} is not {types[key].__name__}") from None
+            kind = "True or False" if types[key] is bool else types[key].__name__
+            raise InputError(f"{name}: {key}={value} is not {kind}") from None
     try:
         return replace(config, **values)
     except ValueError as e:
@@ -438,7 +439,7 @@ def main():
     if not prompt:
         raise InputError("the text is empty: a model needs one token to start from")
     import_models(args.model)
-    run, checkpoints = args.run and os.path.expanduser(args.run), [p for p in Path("runs").glob("*/*.pt") if p.exists()]
+    run, checkpoints = args.run and os.path.expanduser(args.run), [p for p in Path("runs").rglob("*.pt") if p.exists()]
     if not (run or checkpoints):
         raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
     run = run or max(checkpoints, key=os.path.getmtime).parent

@@ -23,13 +23,16 @@ command goes on with the others, from their beginning. No two commands work in o
 """
 
 import math
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import accumulate, permutations, product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -179,6 +182,8 @@ def check(spec, task, device):
     if not faults:
         try:
             model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
+            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            faults = [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
             drawn, known = make_batch(task, 8, 16, (0,)), ({*range(symbols)}, {*range(classes), NOT_SCORED})
             if len(drawn) != 2 or any(z.shape != (8, 16) or {*z.flat} - values for z, values in zip(drawn, known)):
                 faults = [f"draw(rng, n, length) must return symbols below {symbols}, and targets below {classes} or "
@@ -220,7 +225,7 @@ def update(model, optimizer, loss):
     Returns the gradient norms before clipping, (S,)."""
     optimizer.zero_grad()
     loss.sum().backward()
-    S, parameters = len(loss), list(model.parameters())
+    S, parameters = len(loss), [p for p in model.parameters() if p.grad is not None]  # but for frozen ones
     norm = torch.stack([p.grad.reshape(S, -1).square().sum(1) for p in parameters]).sum(0).sqrt()
     finite = norm.isfinite()
     scale = torch.where(finite, CLIP / (norm + 1e-6), 0.0).clamp(max=1)
@@ -359,8 +364,17 @@ def run_group(group, out, device):
     text += f"; {skipped} steps skipped, as their gradients were not finite" if skipped else ""
     with suppress(OSError):  # other runs are to follow
         print(text, flush=True)
-    for s, events in zip(group, trained):
-        report.write_log(log_path(out, s), events)
+    failed, spare = [], Path(tempfile.gettempdir(), f"nanohilbert-{os.getpid()}")
+    for path, events in zip([log_path(out, s) for s in group], trained):
+        try:
+            report.write_log(path, events)
+        except InputError as e:  # such as a full disk: what was computed is not lost
+            failed.append(str(e))
+            with suppress(InputError):
+                report.write_log(spare / path.parent.name / path.name, events)
+                failed[-1] += f": it is in {spare}"
+    if failed:
+        raise InputError(failed[0])
 
 
 def main():

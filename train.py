@@ -466,8 +466,10 @@ class Run:
                     loss = self.network(x, y)[1]
                 (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
             nats += loss.detach() * (len(x) / local)
-        layers = [get_total_norm([p.grad for p in layer.parameters()]) for layer in model.layers]
-        rest = get_total_norm([p.grad for n, p in model.named_parameters() if not n.startswith("layers.")])
+        rest = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
+        grads = ([p.grad for p in part if p.grad is not None]  # frozen ones have none
+                 for part in (*(layer.parameters() for layer in model.layers), rest))  # fmt: skip
+        *layers, rest = [get_total_norm(part).to(self.device) for part in grads]
         grad_norm = torch.stack([*layers, rest]).norm()
         loss, stop = sum_over_ranks([float(nats) / world, len(stop_signals)])
         self.check_finite(loss, grad_norm.item(), layers)
