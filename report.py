@@ -874,7 +874,7 @@ def plot_forest(folders, path):
     height = 0.34 * sum(1 + len(rows) for rows in found.values())
     xlabel = "the first is faster  <     ratio of steps     >  the second is faster"
     with figure(path, title, [""], height=height, xlabel=xlabel) as (ax,):
-        y, names, means = 0, {}, [0.35, 4]
+        y, names, shown = 0, {}, [0.35, 4]
         for group, rows in found.items():
             look = {"weight": "bold", "fontsize": 8, "bbox": {"color": "white", "pad": 1}}
             ax.text(0.01, y, group, transform=ax.get_yaxis_transform(), va="center", parse_math=False, **look)
@@ -884,16 +884,17 @@ def plot_forest(folders, path):
                 for level, (both, sign) in zip(np.linspace(y + 0.36, y - 0.36, len(ratios) + 2)[1:-1], ratios):
                     (mean, ends), colour = mean_ratio(both), style(label)["color"]
                     ax.plot(mean, level, sign.replace("=", "o"), color=colour, ms=4)
-                    means += [mean / 1.1, mean * 1.1]
+                    shown += [mean / 1.1, mean * 1.1]
                     if sign == "=" and ends:
                         ax.plot(ends, [level, level], color=colour, lw=1.2)
+                        shown += [max(ends[0], mean / 2), min(ends[1], mean * 2)]
                 ax.axhline(y - 0.5, color="0.9", lw=0.8)
             y -= 1
         ax.axvline(1, color="black", lw=1)
         for pair, ratio in PAPER["ratio"]["2.0 bpc"].items():
             look = {"color": style(pair.split()[0])["color"], "label": f"the paper's {pair}: {ratio}"}
             ax.axvline(float(ratio.split()[-1]), ls="--", lw=1.2, **look)
-        ax.set(xlim=(min(means), max(means)), ylim=(y + 0.4, 0.6))  # an interval may end outside
+        ax.set(xlim=(min(shown), max(shown)), ylim=(y + 0.4, 0.6))  # a wide interval may end outside
         ax.set_yticks([*names], [*names.values()], fontsize=7)
         ax.grid(False, axis="y")
         log_axis(ax, "x", (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10, 20, 40))
