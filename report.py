@@ -785,10 +785,10 @@ def plot_gradients(shared, models, path):
         for layer, colour in enumerate(shades(depth)):
             curves = [{e["step"]: e["layers"][layer] for e in events} for events in logged]
             look = {"color": colour, "lw": 1.2}
-            lines.setdefault(label.replace(":", "\n", 1), {})[f"layer {layer}"] = look, [mean_curve(curves)]
-    columns = min(3, len(lines))
+            lines.setdefault(re.sub(r"[: ](?=\w+=)", "\n", label, count=1), {})[f"layer {layer}"] = look, [mean_curve(curves)]
+    columns, height = min(3, len(lines)), 2.4 if len(lines) <= 12 else 1.7  # at most a page
     title = f"{caption(shared, models)}; means over the seeds"
-    with figure(path, title, lines, columns, 2.4, "optimization step", "gradient norm") as axes:
+    with figure(path, title, lines, columns, height, "optimization step", "gradient norm") as axes:
         log_axis(axes[0], "y")
 
 
