@@ -784,8 +784,8 @@ def plot_gradients(shared, models, path):
         depth = min((len(e["layers"]) for events in logged for e in events), default=0)
         for layer, colour in enumerate(shades(depth)):
             curves = [{e["step"]: e["layers"][layer] for e in events} for events in logged]
-            look = {"color": colour, "lw": 1.2}
-            lines.setdefault(re.sub(r"[: ](?=\w+=)", "\n", label, count=1), {})[f"layer {layer}"] = look, [mean_curve(curves)]
+            of_model = lines.setdefault(re.sub(r"[: ](?=\w+=)", "\n", label, count=1), {})
+            of_model[f"layer {layer}"] = {"color": colour, "lw": 1.2}, [mean_curve(curves)]
     columns, height = min(3, len(lines)), 2.4 if len(lines) <= 12 else 1.7  # at most a page
     title = f"{caption(shared, models)}; means over the seeds"
     with figure(path, title, lines, columns, height, "optimization step", "gradient norm") as axes:

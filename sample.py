@@ -189,6 +189,12 @@ def import_name(typed):
     return f"{path.name}:{name}", known[name]
 
 
+def without_gradient(model):
+    """[] or [which parameters a backward has left out]."""
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    return [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
+
+
 def step_faults(model_class, config, device="cpu", checkpointing=False):
     """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens and, if it
     is of a file, reads a text in pieces. The random numbers go on as if nothing had been."""
@@ -203,9 +209,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
             if loss.dim() or not loss.isfinite():
                 return ["a loss that is no finite number: the mean in nats a token"]
             loss.backward()
-            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            if unused:
-                return [f"parameters without a gradient: {', '.join(unused)}"]
+            if faults := without_gradient(model):
+                return faults
             if isinstance(model, Defaults):
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                     whole, state = model.eval()(x)[0], model.init_state(1)

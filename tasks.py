@@ -182,8 +182,7 @@ def check(spec, task, device):
     if not faults:
         try:
             model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
-            unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            faults = [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
+            faults = sample.without_gradient(model)
             drawn, known = make_batch(task, 8, 16, (0,)), ({*range(symbols)}, {*range(classes), NOT_SCORED})
             if len(drawn) != 2 or any(z.shape != (8, 16) or {*z.flat} - values for z, values in zip(drawn, known)):
                 faults = [f"draw(rng, n, length) must return symbols below {symbols}, and targets below {classes} or "

@@ -497,8 +497,8 @@ def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monk
     broken = partial(raise_error, RuntimeError("no compiler\nfound"))
     inputs = (torch.ones(3, dtype=torch.float64),)
     wrong = lambda x, backend: (x * (1 if backend == "reference" else 1.001),)  # noqa: E731
-    lost = lambda x, backend: (x, x * (1 if backend == "reference" else math.nan))  # noqa: E731
-    cases = [("broken", broken, inputs), ("wrong", wrong, inputs), ("lost", lost, inputs), *kernels.check_cases()]
+    lost = lambda x, y, backend: (x + y + (0 if backend == "reference" else (y - y).sqrt()),)  # noqa: E731
+    cases = [("broken", broken, inputs), ("wrong", wrong, inputs), ("lost", lost, 2 * inputs), *kernels.check_cases()]
     monkeypatch.setattr(kernels, "check_cases", lambda: cases)
     monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
     with pytest.raises(ValueError, match="known: torch, triton, reference"):
@@ -990,6 +990,11 @@ def test_what_does_not_fit_is_refused(spec):
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_dtypes(spec):
     """float64 stays float64. Half-precision parameters give float32 logits, losses and sums, off by a few roundings."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {p.dtype for p in make(spec, L=1).parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
     idx = text_batch(2, 24)
     for dtype, eps in ((torch.float64, 1e-12), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)):
         model = make(spec, L=1).to(dtype)
@@ -1577,9 +1582,13 @@ def test_complex_primitives_at_zero(module):
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["pam", "sam"])
 def test_protected_state_is_frozen(spec):
-    """PAM eq. 5: p = 1 keeps S and lets nothing in. gamma is never 0, and 1 - gamma keeps its digits."""
+    """PAM eq. 5: p = 1 keeps S and lets nothing in. gamma is never 0, and 1 - gamma keeps its digits. With half-precision
+    parameters gates are still computed in float32."""
     model = make(spec, L=1)
     layer, x = model.layers[0].pam, randn(1, 30, *((model.config.width,) if model.real else (100, 2))).float()
+    rounded = copy.deepcopy(layer).half()
+    for gate, exact in zip(rounded.gates(x), copy.deepcopy(rounded).double().gates(x.double())):
+        torch.testing.assert_close(gate.double(), exact, rtol=1e-5, atol=0)
     S, p, dt = randn(*layer.init_state(1)[0].shape).float(), layer.protect_proj, layer.dt_proj
     torch.nn.init.zeros_(p.weight)
     for bias, same in ((40.0, True), (-3.0, False)):
@@ -2746,6 +2755,9 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data.fcntl, "flock", partial(raise_error, OSError(38, "Function not implemented")))
     with data.hold(tmp_path):
         assert "Function not implemented): start no second run in it" in capsys.readouterr().err
+    monkeypatch.setattr(data, "open", lambda *args, **kwargs: open("/dev/full", "w+"), raising=False)
+    with pytest.raises(data.InputError, match=r"cannot write .*\.lock"), data.hold(tmp_path):
+        pytest.fail("it went on with a full disk")
 
 
 def test_ranks_are_made_by_torchrun_alone(program, no_curves, monkeypatch):
@@ -3620,6 +3632,11 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert "| MyGRU D=64 / hmamba | " in text and "| MyGRU D=64 | 10 |" in text
     assert list(steps[0].lines[0].get_ydata()) == pytest.approx([16, 18, 20, 40, 55])
     assert [len(ax.lines) for ax in curves] == [2, 2] and len(gradients) == 1
+    assert [ax.get_title() for ax in draw("dh", "gradients")[2][0]] == ["hmamba\nfield=real", "htransformer"]
+    (shared, models), *_ = report.group_runs([logs["a"]])
+    many = {f"hmamba:N={n}": models["hmamba"] for n in range(14)}
+    report.plot_gradients(shared, many, tmp_path / "many.png")
+    assert drawn["many.png"][0].figure.get_figheight() < 10  # inches: a page
     assert gap[0].lines[0].get_label() == "MyGRU D=64 - hmamba"
     text, _, ((ax,),) = draw("bc", "curves")
     assert text.startswith("Runs of 2 kinds, which differ in steps and are not averaged. No ratios and no gaps: they")
@@ -3655,7 +3672,7 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert not any("paper" in patch.get_label() for patch in gap[0].patches)
 
 
-def test_report_writes_what_is_asked_for(program):
+def test_report_writes_what_is_asked_for(program, monkeypatch):
     """One figure in the format of its name; a table of all evaluations; a folder of logs is all of its logs."""
     for name, model, losses, seed in (("a", "hmamba", [8, 3], "1"), ("b", "mamba", [8, 3.5], "1"),
                                       ("c", "hmamba", [8, 3], "2")):  # fmt: skip
@@ -3675,6 +3692,10 @@ def test_report_writes_what_is_asked_for(program):
     Path("here/tables.md").mkdir(parents=True)  # cannot be written: what was asked for is printed, figures are drawn
     code, out, err = program(report, "english", "--out", "here")
     assert code == 2 and "| mamba / hmamba |" in out and "wrote here/gap.png" in out and err.count("\n") == 1
+    write_tree(Path("kept"), {"tables.md": b"old"})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", partial(raise_error, OSError("disk full")))
+        assert program(report, "english", "--out", "kept")[0] == 2 and content("kept")[Path("kept/tables.md")] == b"old"
     shutil.copy("english/a/log.jsonl", "english/more.jsonl")  # beside the folders of runs
     assert "english/more.jsonl are equal, and count once" in program(report, "english")[2]
     Path("english/more.jsonl").unlink()
@@ -3730,8 +3751,11 @@ def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
     table = "".join(part.split("####")[0] for path in folders
                     for part in TABLES[f"results/{path}"].split("#### Ratio of steps")[1:])  # fmt: skip
     lines = drawn["forest.png"][0].lines
-    bars = sum((line.get_linestyle(), line.get_linewidth()) == ("-", 1.2) for line in lines)
-    assert bars == len(re.findall(r"\| \d+\.\d\d+ \[", table))
+    bars = [line.get_xdata() for line in lines if (line.get_linestyle(), line.get_linewidth()) == ("-", 1.2)]
+    assert len(bars) == len(re.findall(r"\| \d+\.\d\d+ \[", table))
+    left, right = drawn["forest.png"][0].get_xlim()
+    for low, high in bars:  # seen whole, but for what is beyond half or twice the mean
+        assert left <= max(low, (low * high) ** 0.5 / 2) and right >= min(high, (low * high) ** 0.5 * 2)
     marks = sorted((line for line in lines if str(line.get_marker()) in "o<>"), key=lambda line: -line.get_ydata()[0])
     signs, ratios = zip(*re.findall(r"\| (?:([<>]) )?(\d+\.\d\d+)", table))
     assert [line.get_marker() for line in marks] == [sign or "o" for sign in signs]
