@@ -388,7 +388,8 @@ def phases(folders, text):
         labels = [sample.printable(decoder.decode(decode(token))).translate(shown) for token in tokens]
         title = f"{folder.name}: {what}, a row a complex number; hue: phase, brightness: root of the modulus"
         figures[f"phases-{folder.name}.png"] = partial(plot_phases, z, labels, title)
-        lines.append(f"{folder.name}: {what} over {len(tokens)} tokens")
+        checkpoint = f"{Path(meta['path']).name} of step {meta['step']}"
+        lines.append(f"{folder.name}, {checkpoint}: {what} over {len(tokens)} tokens")
     return "\n".join(lines), figures
 
 
@@ -408,6 +409,8 @@ def main():
     sample.import_models(args.model)
     paths = [Path(os.path.expanduser(run)) for run in args.runs]
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
+    if any(path.suffix == ".pt" for path in paths):
+        raise InputError("diagnose.py takes run folders, and of each best.pt or, without one, last.pt")
     if len({folder.name for folder in folders}) < len(folders):
         raise InputError("two runs have the same name, and figures are named after them: rename one")
     out = parse_out(args.out)

@@ -210,7 +210,7 @@ def mean_ratio(both):
 def ratio_text(both, sign="="):
     """mean_ratio as a text. sign: of step_ratio."""
     if sign != "=":
-        return f"{sign} {mean_ratio(both)[0]:.2f}" if sign else "-"
+        return f"{sign} {mean_ratio(both)[0]:.2f}"
     mean, ends = mean_ratio(both)
     text = f"{mean:.2f}" if not ends or ends[0] <= round(mean, 2) <= ends[1] else f"{mean:.3f}"  # inside its interval
     return text + (" [{:.3f}, {:.3f}]".format(*ends) if ends else "")
@@ -272,7 +272,7 @@ def add_run(models, label, seed, events):
         return
     for header, *_ in runs.values():
         new, known = ({**first["settings"], **first} for first in (events[0], header))
-        shared = {"config", "model", "task", "files"} & new.keys() & known.keys()
+        shared = {"config", "model", "task", "files", "origin"} & new.keys() & known.keys()
         if any(new[key] != known[key] for key in shared):
             raise InputError(f"the runs of {label} have different configurations: name those of one")
     runs[seed] = events
@@ -577,10 +577,16 @@ def compare(models, value, text):
     """A column of a table whose rows are pairs: text(paired values), and of how many seeds they are, if not of all."""
 
     def cell(pair):
-        both, seeds = paired(models, pair, value), len(models[pair[0]])
-        return text(both) + f", {len(both)} of {seeds} seeds" * (len(both) < seeds) if both else "-"
+        both = paired(models, pair, value)
+        return of_seeds(text(both), both, models, pair) if both else "-"
 
     return cell
+
+
+def of_seeds(text, both, models, pair):
+    """The text, and of how many seeds it is, if the reference lacks some."""
+    seeds = len(models[pair[0]])
+    return text + f", {len(both)} of {seeds} seeds" * (len(both) < seeds)
 
 
 def gap_text(both):
@@ -638,6 +644,10 @@ def training_tables(shared, models):
     def tokens(events):
         return steps_to_target(events, common) * shared["batch"] * shared["seq"]
 
+    def ratio(pair, goal):
+        both, sign = step_ratio(models, pair, goal)
+        return of_seeds(ratio_text(both, sign), both, models, pair) if sign else "-"
+
     def speed(events):
         return statistics.median([e["tok_s"] for e in events if "tok_s" in e] or [math.nan])
 
@@ -650,7 +660,7 @@ def training_tables(shared, models):
     ran.append({h.get("versions", {}).get("torch", "?") for h in headers})
     device, threads, git, torch = (", ".join(sorted(values)) for values in ran)
     steps = {f"{goal} {loss}": over_seeds(partial(steps_to_target, target=goal), 0) for goal in goals}
-    ratios = {f"{goal} {loss}": lambda pair, goal=goal: ratio_text(*step_ratio(models, pair, goal)) for goal in goals}
+    ratios = {f"{goal} {loss}": partial(ratio, goal=goal) for goal in goals}
     gaps = {f"at step {warm:.0f}, {what}": partial(loss_at, step=warm),
             f"at step {budget}, the budget": partial(loss_at, step=budget),
             "there, whole split": final_loss, "mean of all evaluations but the first": mean_loss}  # fmt: skip
@@ -793,16 +803,17 @@ def plot_gradients(shared, models, path):
 
 
 def plot_rates(shared, models, path):
-    """Validation loss at the budget by peak learning rate, a row a family with a scale of its own."""
-    found, rates = {}, set()  # {model: {seed: {rate: loss}}}
+    """Validation loss at the budget by peak learning rate, means over the seeds that have a rate. A row a family."""
+    found, rates = {}, set()  # {model: {rate: [losses]}}
     for label, runs in models.items():
-        for seed, events in runs.items():
+        for events in runs.values():
             rate, loss = events[0]["settings"]["lr"], loss_at(events, shared["steps"])
             if loss is not None:
                 rates.add(rate)
-                found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(seed, {})[rate] = loss
-    lines = {name: lines_of(members, lambda losses: dict(sorted(losses.items())), marker="o", ms=4)
-             for name, members in by_family(found).items()}  # fmt: skip
+                found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(rate, []).append(loss)
+    lines = {name: {label: (style(label) | {"marker": "o", "ms": 4},
+                            [{rate: statistics.fmean(losses[rate]) for rate in sorted(losses)}])
+                    for label, losses in members.items()} for name, members in by_family(found).items()}  # fmt: skip
     title = caption(shared, models) + "; scales differ" * (len(lines) > 1)
     with figure(path, title, lines, xlabel="peak learning rate", ylabel=f"loss, {unit(shared['tokens'])}",
                 sharey=False) as axes:  # fmt: skip
@@ -834,7 +845,7 @@ def training_report(logs):
             figures[f"{name}.png"] = partial(plot, shared, models)
     if "curves.png" not in figures and sum(len(models) for _, models in groups) <= 10:
         figures["curves.png"] = partial(plot_overlay, groups)
-    laws = power_laws(groups) if {*differ} <= {"size"} and "rates.png" not in figures else {}
+    laws = power_laws(groups) if {*differ} <= {"size"} and not any(name.startswith("rates") for name in figures) else {}
     if laws:
         text.append(scaling_table(laws))
         figures["scaling.png"] = partial(plot_scaling, laws)
@@ -846,6 +857,8 @@ def write_csv(path, logs):
     windows, "final" and "eval" of a whole split, or in tasks of a length."""
     settings = ("model", "task", "size", "lr", "steps", "epochs", "seeds", "seed")
     evaluation = ("event", "split", "step", "epoch", "tokens", "time_s", "val_loss", "length", "acc")
+    if path.endswith(".jsonl"):
+        raise InputError(f"--csv {path} has a log's name: name the file to write")
     with explain(f"write --csv {path}"), open(os.path.expanduser(path), "w", errors="surrogateescape") as f:
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow(["run", "data", "parameters", *settings, *evaluation])
@@ -866,7 +879,8 @@ def plot_forest(folders, path):
             name = f"{name}; {kind_text(shared)}" if name in found else name  # what is hidden may be the difference
             for pair in pairs(models):
                 ratios = [step_ratio(models, pair, goal) for goal in targets(models)]
-                found.setdefault(name, {})[pair] = [ratio for ratio in ratios if ratio[1]]
+                other = of_seeds(pair[1], ratios[0][0], models, pair) if ratios else pair[1]
+                found.setdefault(name, {})[pair[0], other] = [ratio for ratio in ratios if ratio[1]]
     if not found:
         raise InputError("no two models of these runs have a ratio of steps")
     title = ("Steps to a validation loss, of the first model of a pair over those of the second. In each row the loss "
@@ -1058,7 +1072,7 @@ def task_tables(groups):
         "over the seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
     ]
     for task, models in groups.items():
-        printed = PAPER_TASKS.get(task, {})
+        printed = PAPER_TASKS.get(task, {}) if s["train_length"] == PAPER_LENGTHS[0] else {}
         paper = {f"L={n}": {model: f"{means[i]:.3f}" for model, (means, _) in printed.items()}
                  for i, n in enumerate(PAPER_LENGTHS)}  # fmt: skip
         columns = {"parameters": of_header("{params[total]:,}"), "seeds": len} | at_length
@@ -1117,13 +1131,15 @@ def plot_lengths(task, models, path):
 
 def plot_seeds(groups, path):
     """Accuracy of every seed at the longest length beside the paper's (CSP appendix B)."""
-    longest = max(accuracies(next(iter(next(iter(next(iter(groups.values())).values())).values()))))
+    first = next(iter(next(iter(next(iter(groups.values())).values())).values()))
+    longest = max(accuracies(first))
+    as_paper = (first[0]["settings"]["train_length"], longest) == (PAPER_LENGTHS[0], PAPER_LENGTHS[-1])
     title = f"Every seed, accuracy at length {longest}; o: ours, x: the paper's"
     with figure(path, title, [*groups], len(groups), 3.2, ylabel="accuracy", sharex=False) as axes:
         for ax, (task, models) in zip(axes, groups.items()):
             for i, (model, runs) in enumerate(models.items()):
                 ours = [accuracies(events)[longest] for events in runs.values()]
-                theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1] if longest == 64 else ()
+                theirs = PAPER_TASKS.get(task, {}).get(model, ((), ()))[1] if as_paper else ()
                 for x, values, marker in ((i - 0.15, ours, "o"), (i + 0.15, theirs, "x")):
                     look = {"color": style(model)["color"], "label": model if marker == "o" else None}
                     ax.plot([x] * len(values), values, marker, ms=5, alpha=0.7, **look)

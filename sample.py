@@ -23,7 +23,7 @@ import traceback
 import typing
 import zipfile
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import hmamba
 import htransformer
 import pam
-from data import (GPT2_VOCAB, InputError, Parser, codec, command_line, hash_file, is_out_of_memory, note, one_line,
+from data import (InputError, Parser, codec, command_line, hash_file, is_out_of_memory, note, one_line,
                   progress, replace_file)  # fmt: skip
 from report import markdown
 
@@ -203,6 +203,10 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
         try:
             model = model_class(replace(config, L=min(config.L, 4)) if hasattr(config, "L") else config).to(device)
             model.checkpointing = checkpointing
+            asdict(model.config), model.num_params()["total"], model.flops_per_token(8)  # what train.py asks for
+            blocks = getattr(model.layers, "__iter__", lambda: [None])()
+            if not all(isinstance(block, torch.nn.Module) for block in blocks):
+                return ["layers is no list of modules"]
             logits, loss, _ = model(x, x)
             if (shape := tuple(logits.shape)) != (1, 8, config.V):
                 return [f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})"]
@@ -235,10 +239,9 @@ def reason(e):
     return f"{kind}{one_line(e)}{where}"
 
 
-def params_table(spec, size, seq):
-    """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1). The vocabulary is that of
-    bytes, or GPT-2's at the sizes of PAM's sweep."""
-    model_class, config = parse_spec(spec, size, GPT2_VOCAB if size in PAM_SIZES else 256)
+def params_table(spec, size, seq, vocab_size):
+    """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1)."""
+    model_class, config = parse_spec(spec, size, vocab_size)
     with torch.device("meta"):
         model = model_class(config)
     lines = [f"{spec} {size}: {model.config}"]
@@ -310,10 +313,10 @@ def build(checkpoint, device="cpu"):
         model = model_class(model_class.Config(**checkpoint["meta"]["config"]))
         model.load_state_dict(checkpoint["model"])
         with torch.no_grad():
-            model.to(device)(torch.zeros(1, 8, dtype=torch.int64, device=device))
+            model.to(device).eval()(torch.zeros(1, 8, dtype=torch.int64, device=device))
     except (TypeError, ValueError, RuntimeError) as e:
         raise InputError(f"{checkpoint['path']} does not fit this version, or cannot run here: {reason(e)}") from None
-    return model
+    return model.train()
 
 
 def load(path, device="cpu"):

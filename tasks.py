@@ -214,8 +214,8 @@ def accuracy(model, task, seeds, n, length, device):
     """Share of right answers among the scored positions (S,), and by position (S, length), NaN where none is scored.
     The sequences are those of epoch 0, in which nothing is trained."""
     x, y = batches(task, seeds, n, length, (0, length), device)
-    right = torch.cat([model(part).argmax(-1) for part in x.split(max(1, EVAL_SYMBOLS // length), 1)], 1) == y
-    scored = y != NOT_SCORED
+    scores = torch.cat([model(part) for part in x.split(max(1, EVAL_SYMBOLS // length), 1)], 1)
+    right, scored = (scores.argmax(-1) == y) & ~scores.isnan().any(-1), y != NOT_SCORED  # argmax takes NaN as largest
     return (right.sum((1, 2)) / scored.sum((1, 2))).cpu(), (right.sum(1) / scored.sum(1)).cpu()
 
 
@@ -352,6 +352,12 @@ def is_finished(out, s):
     return events[-1]["event"] == "final"
 
 
+def finished_logs(out, protocol):
+    """The logs of the finished runs of the folder `out` that have this protocol."""
+    logs = [report.read_log(path) for path in sorted(out.glob("*/log.jsonl"))]
+    return [events for events in logs if events[-1]["event"] == "final" and report.protocol(events) == protocol]
+
+
 def run_group(group, out, device):
     """Trains runs that differ in their seeds alone, prints how they ended, and saves their logs."""
     seeds = [s.seed for s in group]
@@ -410,8 +416,14 @@ def main():
         groups.append([Settings(spec, task, seed, *protocol) for seed in seeds])
     with data.explain(f"write into {out}"):
         out.mkdir(parents=True, exist_ok=True)
+    alike = report.protocol([{"settings": asdict(groups[0][0])}])
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
+        for (s, *_), (header, *_) in product(groups, finished_logs(out, alike)):
+            now, before = asdict(s) | {"seed": 0}, header["settings"] | {"seed": 0}
+            files = sample.file_hashes(s.task, s.model)
+            if now == before and header.get("files", files) != files:  # they could not stand in one table
+                raise InputError(f"{out} holds runs of {s.model} by another state of its file: give another --out")
         kept = sum(map(len, groups)) - sum(map(len, missing))
         if kept:
             data.note(f"finished runs kept in {out}: {kept}; a new --out trains anew")
@@ -425,9 +437,7 @@ def main():
                     data.note(f"stopped; finished runs are kept in {out}: the same command begins the others anew")
                     raise
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
-        alike = report.protocol([{"settings": asdict(groups[0][0])}])
-        logs = [report.read_log(path) for path in sorted(out.glob("*/log.jsonl"))]
-        logs = [events for events in logs if events[-1]["event"] == "final" and report.protocol(events) == alike]
+        logs = finished_logs(out, alike)
         text, figures = report.task_report(logs)
         shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
         report.show_report(shown, figures, out, text)

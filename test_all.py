@@ -1582,7 +1582,7 @@ def test_complex_primitives_at_zero(module):
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["pam", "sam"])
 def test_protected_state_is_frozen(spec):
-    """PAM eq. 5: p = 1 keeps S and lets nothing in. gamma is never 0, and 1 - gamma keeps its digits. With half-precision
+    """PAM eq. 5: p = 1 keeps S, lets nothing in. gamma is never 0, and 1 - gamma keeps its digits. With half-precision
     parameters gates are still computed in float32."""
     model = make(spec, L=1)
     layer, x = model.layers[0].pam, randn(1, 30, *((model.config.width,) if model.real else (100, 2))).float()
@@ -2938,7 +2938,7 @@ def test_compiled_run_equals_eager(program, no_curves, monkeypatch):
     if not torch.cuda.is_available():  # a GPU's kernels are compiled by Triton
         monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
         monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-        assert_refused(program(train, *SMALL, "--compile"), "cannot compile here (", "No working C++", "drop --compile")
+        assert_refused(program(train, *SMALL, "--compile"), "cannot compile here (", "No working C++", "--no-compile")
         assert not Path("runs").exists()
 
 
@@ -2963,10 +2963,17 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
     for whole in Path("whole").iterdir():
         assert_same_run(whole, Path("runs", whole.name))
         assert steps_of(Path("runs", whole.name), "resume") == [3]
+    with monkeypatch.context() as patch:  # a name that is taken: the same command would not go on with this run
+        at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        code, text, _ = program(train, *argv, "--device", "cpu")
+        (new,) = Path("runs").glob("*-2")
+        assert code == 130 and f"go on with: python train.py --resume {new} --device cpu\n" in text
+        shutil.rmtree(new)
     before = content("runs")
     code, text, _ = program(train, *again)
     assert (code, text.count("nothing is left to do"), table.splitlines()[-1] in text) == (0, len(models), True)
     assert_refused(program(train, *again, "--warmup", 1), "--warmup 1.0 differs from")
+    assert_refused(program(train, *argv, "--out", new.with_name(new.name[:-2])), "-s1 is a run: name another folder")
     assert_refused(program(train, *again[:-4], "--out", "runs"), "--eval_seqs 16 differs from")  # one that is not given
     assert content("runs") == before
     # Another process begins, and ends, the second run while the sweep is at the first.
@@ -3015,7 +3022,11 @@ def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
     shutil.copytree(straight, "run")
     before = content("run")
     Path("other.txt").write_text(Path("text.txt").read_text()[::-1])
-    model, _ = sample.load("run")
+    forward, modes = hmamba.HMamba.forward, []  # in training mode a loaded model could change, as by a BatchNorm
+    with monkeypatch.context() as patch:
+        patch.setattr(hmamba.HMamba, "forward", lambda self, idx: modes.append(self.training) or forward(self, idx))
+        model, _ = sample.load("run")
+    assert (modes, model.training, sample.build(sample.read_checkpoint("run")).training) == ([False], False, True)
     write_text = Path.write_text
     monkeypatch.setattr(Path, "write_text", lambda *_: raise_error(OSError("full")))  # a log is not written anew
     for split, path, argv in (("test", "text.txt", []), ("val", "other.txt", ["--out", "run", "--data", "other.txt"])):
@@ -3219,10 +3230,14 @@ def test_train_faults(program, begun):
 
 
 def test_params_by_component(program):
-    code, out, _ = program(train, "--params", "--model", "hmamba,mamba", "--size", "253m")
-    assert code == 0 and not Path("runs").exists()
-    for name, count in (("total", "253,033,856"), ("total", "253,051,904"), ("param_proj", "76,321,152")):
-        assert re.search(rf"{name} +{count}", out)
+    """Of bytes; of GPT-2's tokens where the run would have them, and at PAM's sizes as in its table 1."""
+    for flags, *counts in (
+        ("--model hmamba,mamba --size 253m", "253,033,856", "253,051,904", "76,321,152"),
+        ("--model transformer --tokens gpt2", "7,363,840"), ("--model sam --data wikitext103 --size tiny", "10,987,"),
+        ("--model pam --size 5m", "V=50257"), ("--model pam --size 5m --data text.txt", "V=256"),
+    ):  # fmt: skip
+        code, out, _ = program(train, "--params", *flags.split())
+        assert code == 0 and all(count in out for count in counts) and not Path("runs").exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3407,6 +3422,12 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_figures, no_cu
     norms = [e["layers"] for e in report.read_log("part") if e["event"] == "grad"]
     assert all(first == 0 and second > 0 for first, second in norms) and norms
     assert program(tasks, *QUICK, "--model", "lib/frozen.py:MyGRU:D=8", "--out", "task")[0] == 0
+    Path("lib/named.py").write_text(gru.replace(  # `layers` is another name: each gradient counts once all the same
+        "self.layers = nn", "self.blocks = nn").replace("self.head =", "self.layers, self.head = [*self.blocks],"))
+    for name in ("mygru", "named"):
+        assert program(train, "--model", f"lib/{name}.py:MyGRU:D=8", *SHORT, "--out", name)[0] == 0
+    norms = [[e["grad_norm"] for e in report.read_log(name) if e["event"] == "train"] for name in ("mygru", "named")]
+    assert norms[0] == norms[1] != []
     drawn = torch.get_rng_state()
     assert sample.step_faults(*sample.parse_spec("flat.py:MyGRU", "tiny", 256)) == []
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -3430,6 +3451,11 @@ GRU_FAULTS = [  # what is said, of which class, and what is replaced in the exam
      ("return logits, loss", "return x, loss")),
     (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", "MyGRU", ("self.init_state", "self.begin")),
     ("a loss that is no finite number", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="none")')),
+    ("layers is no list of modules", "MyGRU",
+     ("self.layers", "self.x"), ("self.head =", "self.layers, self.head = 2,")),
+    ("KeyError: 'total'", "MyGRU",
+     ("def init_state", "def num_params(self):\n        return {}\n\n    def init_state")),
+    ("should be called on dataclass", "MyGRU", ("self.config = config", "self.config = vars(config)")),
     ("without a gradient: unused.weight, unused.bias", "MyGRU",
      ("self.config =", "self.unused, self.config = nn.Linear(2, 2),")),
     ("in pieces, with the state carried on, a text has other logits", "MyGRU",
@@ -3587,6 +3613,9 @@ REPORTS = {
          ("mamba", [8, 3.1, 2.6], {"steps": 60}), ("mamba", [8, 5, 3.5, 2.9], {"seeds": "2"})],
         ["| 40 (24-57) | 44 (28-60) | - *237-252* | - |", f"| mamba - hmamba | {UNFINISHED} |",
          "| 24 | 28 | - | - | - | - |", "| > 1.22 *about 3* |"], []),
+    "a seed that the reference lacks": (
+        [("hmamba", [8, 3], {}), ("mamba", [8, 3], {}), ("mamba", [8, 3.5], {"seeds": "2"})],
+        ["| mamba / hmamba | 1.00, 1 of 2 seeds |"], ["1.00 |"]),
     "none at the budget: no mean over the run": (
         [("hmamba", [8, 3], {"steps": 60}), ("mamba", [8, 4], {"steps": 60})], [" 45 steps of warmup, "], ["Gap"]),
     "the end of a warmup between evaluations; a loss attained before the first step, which has no ratio": (
@@ -3649,6 +3678,10 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert [*rates[0].lines[0].get_xdata()] == [0.01, 0.02] and len(curves[0].lines) == 2
     _, _, (rates,) = draw("aik", "rates")
     assert [[*line.get_xdata()] for line in rates[0].lines] == [[0.01, 0.02], [0.01]]
+    logs["seed 2"] = write_log(tmp_path / "seed 2", "hmamba", [8, 3, 2.5, 2.7], lr=0.02, seeds="2")
+    logs["seed 3"] = write_log(tmp_path / "seed 3", "hmamba", [8, 3, 2.5, 2.2], lr=0.03, seeds="3")
+    (line,) = draw(["a", "i", "seed 2", "seed 3"], "rates")[2][0][0].lines
+    assert line.get_xydata().ravel().tolist() == pytest.approx([0.01, 2.1, 0.02, 2.4, 0.03, 2.2])
     _, found, (curves,) = draw("aj", "curves")
     assert curves[0].lines[1].get_label() == "hmamba, init_from A tiny/best.pt"
     assert {"steps-scratch.png", "steps-A_tiny_best.pt.png"} < found.keys()
@@ -3709,6 +3742,9 @@ def test_report_refuses(program):
     write_log("config", "hmamba", [8, 3], seeds="2", total=11)
     write_log("x", "x.py:GRU", [8, 3]), write_log("y", "y.py:GRU", [8, 3], seeds="2")
     write_log("z", "x.py:GRU", [8, 3], seeds="2"), write_log("begun", "hmamba", [], 0, steps=20)
+    write_log("f", "hmamba", [8, 3], init_from="p.pt"), write_log("g", "hmamba", [8, 3], init_from="p.pt", seeds="2")
+    for path in Path("f/log.jsonl"), Path("g/log.jsonl"):  # p.pt was trained on between them
+        path.write_text(path.read_text().replace('"params"', f'"origin": {{"sha256": "{path}"}}, "params"'))
     for path in Path("x/log.jsonl"), Path("z/log.jsonl"):  # x.py was edited between them
         path.write_text(path.read_text().replace('"params"', f'"files": {{"x.py": "{path}"}}, "params"'))
     shutil.copytree("a", "in/a")
@@ -3719,7 +3755,7 @@ def test_report_refuses(program):
         Path(name).write_text(text)
     for argv, message in (
         ("a twice", "two runs of hmamba with seed 1, a and twice: name one of them"),
-        ("a config", different), ("x y", different), ("x z", different), ("none", "none holds no run and no log"),
+        *((names, different) for names in ("a config", "x y", "x z", "f g")), ("none", "none holds no run and no log"),
         ("both", "both holds the logs of several runs"), ("keys", "a log lacks a value (KeyError: 'steps')"),
         ("garbled", "a log lacks a value (TypeError: "),
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
@@ -3727,6 +3763,7 @@ def test_report_refuses(program):
         ("a --forest --out all.png", "no two models of these runs"), ("a in/a --forest --out b.png", "have one name"),
         ("a a/ --forest --out b.png", "no two models"),
         ("a --forest", "--forest draws one figure"), ("a --csv .", "cannot write --csv ."),
+        ("--csv in/a/log.jsonl a", "--csv in/a/log.jsonl has a log's name: name the file to write"),
         ("a --out curves.jpg", "must be a folder, or for report.py a figure, .png"),
         ("a --out=", "must be a folder"), ("a --out empty", "--out empty must be a folder"),
         ("a --out a/log.jsonl/figures", "cannot write a/log.jsonl/figures"),
@@ -3968,6 +4005,8 @@ def test_scaling(tmp_path, drawn):
         text, figures = report.training_report([*logs, *sweep("pam:D={}", -0.3, **other)])
         assert "### Scaling" not in text and "scaling.png" not in figures
     by_size = [*sweep("pam", -0.15, [10**5]), *sweep("pam", -0.15, [10**6], size="10m")]
+    several_rates = [*by_size, *sweep("pam", -0.2, [10**6], size="10m", lr=1e-3)]
+    assert "### Scaling" not in report.training_report(several_rates)[0]
     assert "| loss | pam | 2 | 2 | -0.150 +- nan *-0.15* | - |" in report.training_report(by_size)[0]
 
 
@@ -4136,6 +4175,7 @@ def test_faults_of_diagnostics(program, tmp_path):
         *((["pam", *more], "over a text that is not empty, and without --wordnet") for more in (
             ["--text", "nothing"], ["--prompt", ""], ["--prompt", "x", "--wordnet", "."])),
         (["pam", "--prompt", "x", "--out", "x.png"], "--out x.png must be a folder"),
+        (["pam/last.pt", "--prompt", "x"], "takes run folders, and of each best.pt or, without one, last.pt"),
         (["pam"], "text.txt is not the data of"),
     ):  # fmt: skip
         if argv == ["pam"]:
@@ -4177,7 +4217,7 @@ def test_phases_over_a_text(program, drawn, tmp_path):
     assert program(diagnose, "hmamb", "--prompt", "\udcff", "--out", "figures")[0] == 0  # a byte that is not UTF-8
     code, out, err = program(diagnose, *runs, "--prompt", "$a$ \u00fc\n\u4e2d", "--out", "figures")
     assert (code, err) == (0, "")
-    assert out.splitlines()[0] == "hmamb: state psi_t over 10 tokens"
+    assert out.splitlines()[0] == "hmamb, best.pt of step 2: state psi_t over 10 tokens"
     assert out.splitlines()[1] == "mamba: mamba:D=8:L=1 has no phase that can be drawn"
     assert drawn.keys() == {"phases-hmamb.png", "phases-pam:L.png"}
     assert diagnose.state_ranks(model, torch.ones(2, 5, dtype=torch.int64), [2, 5]).shape == (2, 4, 1, 2)
@@ -4896,6 +4936,7 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no
     Path("toy.py").write_text(TOY.replace("% 5", "% 4"))
     sample.FILES.clear()  # as another program
     assert_refused(program(tasks, *argv), "here/csp-fast_layers_1-LAST-s1 holds a run of other settings (toy.py")
+    assert_refused(program(tasks, *argv[:-1], "3"), "here holds runs of csp-fast:layers=1 by another state of its file")
 
 
 def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short_tasks):
@@ -4908,6 +4949,7 @@ def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short
     every, by_every = tasks.accuracy(model, "toy.py:FULL", [1, 2], 40, 6, "cpu")
     assert by_position[:, :-1].isnan().all() and torch.equal(by_position[:, -1], acc)
     assert torch.equal(by_every[:, -1], acc) and torch.allclose(by_every.mean(1), every)
+    assert not tasks.accuracy(lambda x: torch.full((*x.shape, 5), math.nan), "toy.py:FULL", [1], 8, 6, "cpu")[0].any()
 
 
 @pytest.mark.slow
@@ -4945,6 +4987,11 @@ def test_paper_tables_of_tasks():
         for means, seeds in models.values():
             assert np.mean(seeds) == pytest.approx(means[-1], abs=1e-3)
             assert len(means) == 4 and len(seeds) == 5
+    logs = [report.read_log(path) for path in sorted((ROOT / "results/tasks").glob("rnn-mod3-*.jsonl"))]
+    for length, beside in ((16, True), (32, False)):  # the paper trains at 16
+        for header, *_ in logs:
+            header["settings"]["train_length"] = length
+        assert (" *1.000* |" in report.task_report(logs)[0]) == beside
 
 
 def test_mean_interval():

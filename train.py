@@ -106,7 +106,7 @@ class Settings:
     schedule: str = flag(None, "cosine, or constant: --lr throughout, no warmup", choices=("cosine", "constant"))
     dtype: str = flag(None, "float32, or bfloat16: autocast, parameters stay float32", choices=("float32", "bfloat16"))
     checkpointing: bool = flag(None, "recompute each layer in the backward: less memory")
-    compile: bool = flag(False, "torch.compile each layer")
+    compile: bool = flag(None, "torch.compile each layer")
     device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps")
     eval_every: int = flag(None, "steps between validations, from an epoch's start; per-layer gradient norms too")
     eval_seqs: int = flag(None, "fixed windows of a validation during training; the last takes the whole split")
@@ -466,11 +466,12 @@ class Run:
                     loss = self.network(x, y)[1]
                 (loss * (len(x) / local)).backward()  # the mean over the whole step, whatever the micro-batches
             nats += loss.detach() * (len(x) / local)
-        rest = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
-        grads = ([p.grad for p in part if p.grad is not None]  # frozen ones have none
-                 for part in (*(layer.parameters() for layer in model.layers), rest))  # fmt: skip
-        *layers, rest = [get_total_norm(part).to(self.device) for part in grads]
-        grad_norm = torch.stack([*layers, rest]).norm()
+        norms, counted = [], set()  # the last norm is of what no layer has; what several have counts once, in the first
+        for part in (*(layer.parameters() for layer in model.layers), model.parameters()):
+            part = [p for p in part if p not in counted and p.grad is not None]  # frozen ones have none
+            counted.update(part)
+            norms.append(get_total_norm([p.grad for p in part]).to(self.device))
+        layers, grad_norm = norms[:-1], torch.stack(norms).norm()
         loss, stop = sum_over_ranks([float(nats) / world, len(stop_signals)])
         self.check_finite(loss, grad_norm.item(), layers)
         clip_grads_with_norm_(model.parameters(), CLIP, grad_norm)
@@ -654,6 +655,8 @@ def judge(job, corpus, device, given, several):
     s = job.s
     if not job.folder:
         job.folder = Path(given.get("out", "runs"))
+        if several and holds_run(job.folder):
+            raise InputError(f"--out {job.folder} is a run: name another folder for several")
         if several or "out" not in given:
             varied = [key for key in LISTS if len(given.get(key, ())) > 1 and key not in ("size", "seeds", "model")]
             words = [f"{key}{getattr(s, key)}" for key in varied]
@@ -692,7 +695,7 @@ def judge(job, corpus, device, given, several):
         try:
             torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
         except Exception as e:  # the compilers raise many kinds
-            raise InputError(f"cannot compile here ({data.one_line(e)}): add a compiler, or drop --compile") from None
+            raise InputError(f"cannot compile here ({data.one_line(e)}): add a compiler or --no-compile") from None
     if s.init_from and not job.checkpoint:
         new_model(s, corpus.vocab_size)  # whether the weights fit
     return job
@@ -717,7 +720,9 @@ def run(given):
     device = sample.pick_device(given.get("device", "auto"))
     if given.get("params"):
         for s in (job.s for job in list_jobs(given, device)):
-            print_rank0(sample.params_table(s.model, s.size, s.seq))
+            paper = s.size in sample.PAM_SIZES and not {"data", "tokens"} & given.keys()  # its tables are of GPT-2's
+            vocab_size = data.GPT2_VOCAB if paper or s.tokens == "gpt2" else 256
+            print_rank0(sample.params_table(s.model, s.size, s.seq, vocab_size))
         return
     if world > 1:
         device = sample.pick_device(f"cuda:{local_rank}" if device.type == "cuda" else "cpu")
@@ -736,6 +741,7 @@ def run(given):
     if corpus.sha256 != broadcast_from_rank0(lambda: corpus.sha256):
         raise InputError(f"{corpus.path} is another text here than on rank 0")
     done, diverged = [], []
+    all_go_on = several and ("out" in given or not any(job.folder.exists() for job in jobs))
     for job in jobs:
         s, was, path = job.s, job.checkpoint, job.checkpoint and job.checkpoint["path"]
         if s.eval_only:
@@ -747,7 +753,8 @@ def run(given):
         with contextlib.ExitStack() as held:
             folder = broadcast_from_rank0(partial(open_folder, job, "out" in given, held))
             again = f"python train.py --resume {shlex.quote(str(folder))}{sample.model_flag(s.model)}"
-            if several and folder == job.folder:
+            again += f" --device {given['device']}" if "device" in given else ""
+            if all_go_on:
                 again = f"the same command and --out {shlex.quote(str(folder.parent))}"
             try:
                 train(s, corpus, device, folder, path and sample.read_checkpoint(path), again)
