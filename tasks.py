@@ -214,8 +214,11 @@ def accuracy(model, task, seeds, n, length, device):
     """Share of right answers among the scored positions (S,), and by position (S, length), NaN where none is scored.
     The sequences are those of epoch 0, in which nothing is trained."""
     x, y = batches(task, seeds, n, length, (0, length), device)
-    scores = torch.cat([model(part) for part in x.split(max(1, EVAL_SYMBOLS // length), 1)], 1)
-    right, scored = (scores.argmax(-1) == y) & ~scores.isnan().any(-1), y != NOT_SCORED  # argmax takes NaN as largest
+    answers, scored = [], y != NOT_SCORED
+    for part in x.split(max(1, EVAL_SYMBOLS // length), 1):
+        scores = model(part)
+        answers.append(scores.argmax(-1).masked_fill(scores.isnan().any(-1), -1))  # argmax takes NaN for the largest
+    right = (torch.cat(answers, 1) == y) & scored
     return (right.sum((1, 2)) / scored.sum((1, 2))).cpu(), (right.sum(1) / scored.sum(1)).cpu()
 
 
