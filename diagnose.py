@@ -409,7 +409,7 @@ def main():
     sample.import_models(args.model)
     paths = [Path(os.path.expanduser(run)) for run in args.runs]
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
-    if any(path.suffix == ".pt" for path in paths):
+    if any(path.suffix == ".pt" and not path.is_dir() for path in paths):
         raise InputError("diagnose.py takes run folders, and of each best.pt or, without one, last.pt")
     if len({folder.name for folder in folders}) < len(folders):
         raise InputError("two runs have the same name, and figures are named after them: rename one")

@@ -584,7 +584,7 @@ def compare(models, value, text):
 
 
 def of_seeds(text, both, models, pair):
-    """The text, and of how many seeds it is, if the reference lacks some."""
+    """The text, and of how many seeds it is, if some have no value or no partner."""
     seeds = len(models[pair[0]])
     return text + f", {len(both)} of {seeds} seeds" * (len(both) < seeds)
 
@@ -803,17 +803,19 @@ def plot_gradients(shared, models, path):
 
 
 def plot_rates(shared, models, path):
-    """Validation loss at the budget by peak learning rate, means over the seeds that have a rate. A row a family."""
-    found, rates = {}, set()  # {model: {rate: [losses]}}
+    """Validation loss at the budget by peak learning rate, of the seeds with most of a model's rates. A row a family."""
+    found, rates = {}, set()  # {model: {seed: {rate: loss}}}
     for label, runs in models.items():
-        for events in runs.values():
+        for seed, events in runs.items():
             rate, loss = events[0]["settings"]["lr"], loss_at(events, shared["steps"])
             if loss is not None:
                 rates.add(rate)
-                found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(rate, []).append(loss)
-    lines = {name: {label: (style(label) | {"marker": "o", "ms": 4},
-                            [{rate: statistics.fmean(losses[rate]) for rate in sorted(losses)}])
-                    for label, losses in members.items()} for name, members in by_family(found).items()}  # fmt: skip
+                found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(seed, {})[rate] = loss
+    lines = {}
+    for name, members in by_family(found).items():
+        for label, seeds in members.items():
+            curves = [dict(sorted(x.items())) for x in seeds.values() if len(x) == max(map(len, seeds.values()))]
+            lines.setdefault(name, {})[label] = style(label) | {"marker": "o", "ms": 4}, curves
     title = caption(shared, models) + "; scales differ" * (len(lines) > 1)
     with figure(path, title, lines, xlabel="peak learning rate", ylabel=f"loss, {unit(shared['tokens'])}",
                 sharey=False) as axes:  # fmt: skip
@@ -836,7 +838,7 @@ def training_report(logs):
         text += [f"### {kind_text(shared)}"] * bool(differ) + [training_tables(shared, models)]
         members = [events for runs in models.values() for events in runs.values()]
         if any(", rate " in label for label in models):
-            plots = {plot_rates: True}
+            plots = {plot_rates: any(loss_at(events, shared["steps"]) is not None for events in members)}
         else:
             plots = {plot_curves: True, plot_steps: targets(models), plot_gap: pairs(models),
                      plot_gradients: any(layer_spread(events)[0] for events in members)}  # fmt: skip

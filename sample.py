@@ -23,6 +23,7 @@ import traceback
 import typing
 import zipfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -195,6 +196,23 @@ def without_gradient(model):
     return [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
 
 
+def interface_faults(model):
+    """[] or [what is wrong with a part of the model that train.py asks for, but its steps do not]."""
+    parts = {
+        "config": lambda: json.dumps(asdict(model.config)),  # for checkpoints and logs
+        "num_params": lambda: json.dumps([model.num_params(), model.num_params()["total"] + 0]),
+        "flops_per_token": lambda: json.dumps(model.flops_per_token(8) + 0),
+        "NO_DECAY": lambda: "" in model.NO_DECAY,
+    }
+    for name, use in parts.items():
+        try:
+            use()
+        except Exception as e:  # whatever a model does
+            return [f"its {name}: {reason(e)}"]
+    is_list = isinstance(model.layers, Iterable) and {*model.layers} <= {*model.modules()}
+    return [] if is_list else ["layers is no list of the model's own modules"]
+
+
 def step_faults(model_class, config, device="cpu", checkpointing=False):
     """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens and, if it
     is of a file, reads a text in pieces. The random numbers go on as if nothing had been."""
@@ -203,10 +221,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
         try:
             model = model_class(replace(config, L=min(config.L, 4)) if hasattr(config, "L") else config).to(device)
             model.checkpointing = checkpointing
-            asdict(model.config), model.num_params()["total"], model.flops_per_token(8)  # what train.py asks for
-            blocks = getattr(model.layers, "__iter__", lambda: [None])()
-            if not all(isinstance(block, torch.nn.Module) for block in blocks):
-                return ["layers is no list of modules"]
+            if faults := interface_faults(model):
+                return faults
             logits, loss, _ = model(x, x)
             if (shape := tuple(logits.shape)) != (1, 8, config.V):
                 return [f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})"]

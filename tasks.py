@@ -218,7 +218,7 @@ def accuracy(model, task, seeds, n, length, device):
     for part in x.split(max(1, EVAL_SYMBOLS // length), 1):
         scores = model(part)
         answers.append(scores.argmax(-1).masked_fill(scores.isnan().any(-1), -1))  # argmax takes NaN for the largest
-    right = (torch.cat(answers, 1) == y) & scored
+    right = torch.cat(answers, 1) == y  # never where none is scored
     return (right.sum((1, 2)) / scored.sum((1, 2))).cpu(), (right.sum(1) / scored.sum(1)).cpu()
 
 
@@ -342,16 +342,23 @@ def log_path(out, s):
     return out / report.run_name(s.model, s.task, f"s{s.seed}") / "log.jsonl"
 
 
+def check_settings(folder, header, s):
+    """Raises InputError if a run of this folder has other settings, but for the seed, or files than s."""
+    files = sample.file_hashes(s.task, s.model)
+    before, now = header["settings"] | header.get("files", files), asdict(s) | files
+    differs = [key for key in now if key != "seed" and before.get(key) != now[key]]
+    if differs:
+        changed = "; ".join(f"{key} {before.get(key)} there, {now[key]} here" for key in differs)
+        raise InputError(f"{folder} holds a run of other settings ({changed}): give another --out, or remove it")
+
+
 def is_finished(out, s):
     """Whether the folder `out` holds this run. Raises InputError if its log is damaged, or its settings were others."""
     path = log_path(out, s)
     if not path.exists():
         return False
-    events, files = report.read_log(path), sample.file_hashes(s.task, s.model)
-    before, now = events[0]["settings"] | events[0].get("files", files), asdict(s) | files
-    if before != now:
-        changed = "; ".join(f"{k} {before.get(k)} there, {now[k]} here" for k in now if before.get(k) != now[k])
-        raise InputError(f"{path.parent} holds a run of other settings ({changed}): give another --out, or remove it")
+    events = report.read_log(path)
+    check_settings(path.parent, events[0], s)
     return events[-1]["event"] == "final"
 
 
@@ -423,10 +430,9 @@ def main():
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
         for (s, *_), (header, *_) in product(groups, finished_logs(out, alike)):
-            now, before = asdict(s) | {"seed": 0}, header["settings"] | {"seed": 0}
-            files = sample.file_hashes(s.task, s.model)
-            if now == before and header.get("files", files) != files:  # they could not stand in one table
-                raise InputError(f"{out} holds runs of {s.model} by another state of its file: give another --out")
+            ours, theirs = ([*map(report.spec_label, (x["task"], x["model"]))] for x in (asdict(s), header["settings"]))
+            if ours == theirs:  # they are to stand in one row
+                check_settings(out, header, s)
         kept = sum(map(len, groups)) - sum(map(len, missing))
         if kept:
             data.note(f"finished runs kept in {out}: {kept}; a new --out trains anew")

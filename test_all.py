@@ -2940,6 +2940,7 @@ def test_compiled_run_equals_eager(program, no_curves, monkeypatch):
         monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
         assert_refused(program(train, *SMALL, "--compile"), "cannot compile here (", "No working C++", "--no-compile")
         assert not Path("runs").exists()
+        assert program(train, *SMALL, "--compile", "--no-compile", "--stop_at", 1)[0] == 0
 
 
 @pytest.mark.slow
@@ -2967,7 +2968,7 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
         at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         code, text, _ = program(train, *argv, "--device", "cpu")
         (new,) = Path("runs").glob("*-2")
-        assert code == 130 and f"go on with: python train.py --resume {new} --device cpu\n" in text
+        assert code == 130 and f"go on with: python train.py --resume {new} --device cpu; what follows in the list has" in text
         shutil.rmtree(new)
     before = content("runs")
     code, text, _ = program(train, *again)
@@ -2985,6 +2986,8 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
         assert_refused(program(train, *argv), f"{folder} was begun by another process meanwhile: start this")
     assert_same_run(whole, folder)
     assert drawn == {1}  # the order is the seed's
+    shutil.copy(whole / "last.pt", "runs")  # a run where, without --out, the folders of runs are made
+    assert program(train, *SMALL, "--seeds", "1,2", "--stop_at", 1)[0] == 0
     # A text that grew is told as such, though --epochs has become another number of steps.
     argv = [*SMALL[:10], *SMALL[12:], "--epochs", 1, "--stop_at", 1, "--out", "epochs"]
     assert program(train, *argv)[0] == 0
@@ -3238,6 +3241,9 @@ def test_params_by_component(program):
     ):  # fmt: skip
         code, out, _ = program(train, "--params", *flags.split())
         assert code == 0 and all(count in out for count in counts) and not Path("runs").exists()
+    assert program(train, "--size", "5m", "--model", "pam:D=8:L=1:H=1:d=4", *SHORT, "--out", "of_bytes")[0] == 0
+    for flag in ("--resume", "--init_from"):  # a run's own
+        assert "V=256" in program(train, "--params", flag, "of_bytes")[1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3451,11 +3457,17 @@ GRU_FAULTS = [  # what is said, of which class, and what is replaced in the exam
      ("return logits, loss", "return x, loss")),
     (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", "MyGRU", ("self.init_state", "self.begin")),
     ("a loss that is no finite number", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="none")')),
-    ("layers is no list of modules", "MyGRU",
+    ("layers is no list of the model's own", "MyGRU",
      ("self.layers", "self.x"), ("self.head =", "self.layers, self.head = 2,")),
-    ("KeyError: 'total'", "MyGRU",
-     ("def init_state", "def num_params(self):\n        return {}\n\n    def init_state")),
-    ("should be called on dataclass", "MyGRU", ("self.config = config", "self.config = vars(config)")),
+    ("layers is no list of the model's own", "MyGRU", ("nn.ModuleList", "list")),  # its gradients would pile up
+    *((f"its num_params: .*{fault}", "MyGRU",
+       ("def init_state", f"def num_params(self):\n        return {value}\n\n    def init_state")) for fault, value in (
+        ("KeyError: 'total'", {}), ("TypeError: .*NoneType", {"total": None}), ("Tensor", "{'total': self.head.weight.sum()}"))),
+    ("its flops_per_token: .*Tensor", "MyGRU",
+     ("def init_state", "def flops_per_token(self, T):\n        return self.head.weight.sum()\n\n    def init_state")),
+    ("its NO_DECAY: .*NoneType", "MyGRU", ("def init_state", "NO_DECAY = None\n\n    def init_state")),
+    ("its config: .*should be called on dataclass", "MyGRU", ("self.config = config", "self.config = vars(config)")),
+    ("its config: .*type is not JSON", "MyGRU", ("V: int = 256", "V: int = 256\n    act: type = nn.Tanh")),
     ("without a gradient: unused.weight, unused.bias", "MyGRU",
      ("self.config =", "self.unused, self.config = nn.Linear(2, 2),")),
     ("in pieces, with the state carried on, a text has other logits", "MyGRU",
@@ -3680,8 +3692,14 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert [[*line.get_xdata()] for line in rates[0].lines] == [[0.01, 0.02], [0.01]]
     logs["seed 2"] = write_log(tmp_path / "seed 2", "hmamba", [8, 3, 2.5, 2.7], lr=0.02, seeds="2")
     logs["seed 3"] = write_log(tmp_path / "seed 3", "hmamba", [8, 3, 2.5, 2.2], lr=0.03, seeds="3")
-    (line,) = draw(["a", "i", "seed 2", "seed 3"], "rates")[2][0][0].lines
-    assert line.get_xydata().ravel().tolist() == pytest.approx([0.01, 2.1, 0.02, 2.4, 0.03, 2.2])
+    lines = draw(["a", "i", "seed 2", "seed 3"], "rates")[2][0][0].lines  # a seed with fewer rates is left out
+    assert [[*line.get_xdata()] for line in lines] == [[0.01, 0.02]]
+    logs["seed 2 too"] = write_log(tmp_path / "seed 2 too", "hmamba", [8, 3, 2.5, 2.2], lr=0.03, seeds="2")
+    *seeds, mean = draw(["a", "i", "seed 2", "seed 2 too"], "rates")[2][0][0].lines
+    assert [[*line.get_xdata()] for line in seeds] == [[0.01, 0.02], [0.02, 0.03]]
+    assert mean.get_xydata().tolist() == [[0.02, pytest.approx(2.4)]]
+    cut = [write_log(tmp_path / f"cut {lr}", "hmamba", [8, 3], steps=60, lr=lr) for lr in (0.01, 0.02)]
+    assert "rates.png" not in report.training_report(cut)[1]  # none is at its budget
     _, found, (curves,) = draw("aj", "curves")
     assert curves[0].lines[1].get_label() == "hmamba, init_from A tiny/best.pt"
     assert {"steps-scratch.png", "steps-A_tiny_best.pt.png"} < found.keys()
@@ -3798,6 +3816,10 @@ def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
     assert [line.get_marker() for line in marks] == [sign or "o" for sign in signs]
     digits = [len(ratio.partition(".")[2]) for ratio in ratios]
     assert [f"{line.get_xdata()[0]:.{n}f}" for line, n in zip(marks, digits, strict=True)] == [*ratios]
+    three = [write_log(tmp_path / f"{model}{seed}", model, [8, 4, 3], seeds=seed)
+             for model, seed in (("hmamba", "1"), ("mamba", "1"), ("mamba", "2"))]  # fmt: skip
+    report.plot_forest({"x": three}, tmp_path / "three.png")
+    assert [x.get_text() for x in drawn["three.png"][0].get_yticklabels()] == ["mamba\n/ hmamba, 1 of 2 seeds"]
     losses = {"fast": [8, 4, 3, 2], "slow": [8, 6, 5, 3.5], "late": [8, 6, 4, 3], "cut": [8, 4, 3]}
     runs = {name: write_log(tmp_path / name, "hmamba", bpc, steps=60) for name, bpc in losses.items()}
     for ours, theirs, target, steps, sign in (
@@ -3854,7 +3876,8 @@ def test_report_references(tmp_path):
 def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
     tasks_of, pairs_of = {}, {}
     for name, y in (("first", 0.5), ("second", 0.9), ("third", 0.2)):
-        tasks_of[name] = {"rnn": {1: [{"event": "eval", "length": 64, "acc": y}]}}
+        header = {"event": "header", "settings": {"train_length": 16}}
+        tasks_of[name] = {"rnn": {1: [header, {"event": "eval", "length": 64, "acc": y}]}}
         pairs_of[name] = {"n": 2, "phase": torch.zeros(2), "coherence": torch.full((2,), y), "shuffled": [(0.1, 0.1)]}
     report.plot_seeds(tasks_of | {"parity": tasks_of["first"]}, tmp_path / "seeds.png")
     diagnose.plot_coherence(pairs_of, tmp_path / "coherence.png")
@@ -3862,6 +3885,9 @@ def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
         assert low < 0.2 and high > 0.9
     ours, theirs = drawn["seeds.png"][3].lines
     assert list(ours.get_ydata()) == [0.5] and list(theirs.get_ydata()) == [1.0] * 5
+    header["settings"]["train_length"] = 8
+    report.plot_seeds({"parity": tasks_of["third"]}, tmp_path / "seeds.png")
+    assert len(drawn["seeds.png"][0].lines[1].get_ydata()) == 0  # the paper's are trained at 16
 
 
 def test_a_model_looks_the_same_in_every_figure():
@@ -4164,11 +4190,11 @@ def test_faults_of_diagnostics(program, tmp_path):
     """Each is one line, before anything is measured."""
     flags = ["--data", "text.txt", "--seq", 32, "--batch", 8, "--eval_seqs", 2, "--steps", 1]
     assert program(train, "--model", "pam:D=4:L=1:H=1:d=4", *flags, "--out", "pam")[0] == 0
-    save_untrained(tmp_path / "other/last.pt", "mamba:D=4:L=1", sample.read_checkpoint("pam")["meta"])
+    save_untrained(tmp_path / "other.pt/last.pt", "mamba:D=4:L=1", sample.read_checkpoint("pam")["meta"])
     log = Path("pam/log.jsonl").read_bytes()
-    write_tree(tmp_path, {"other/log.jsonl": log, "empty/log.jsonl": log, "nothing": b""})
+    write_tree(tmp_path, {"other.pt/log.jsonl": log, "empty/log.jsonl": log, "nothing": b""})
     for argv, message in (
-        (["other"], "other is no PAM or SAM, but mamba"), (["empty"], "no checkpoint in"),
+        (["other.pt"], "other.pt is no PAM or SAM, but mamba"), (["empty"], "no checkpoint in"),
         (["pam", "--wordnet", "."], f"WordNet's data.noun (unzip {diagnose.WORDNET_URL} and"),
         (["pam", "pam/log.jsonl"], "the same name"), (["pam", "--out", "text.txt"], "--out text.txt must be a folder"),
         (["pam", "--text", "~no one/x"], "No such file or directory: '~no one/x'"),
@@ -4936,7 +4962,10 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no
     Path("toy.py").write_text(TOY.replace("% 5", "% 4"))
     sample.FILES.clear()  # as another program
     assert_refused(program(tasks, *argv), "here/csp-fast_layers_1-LAST-s1 holds a run of other settings (toy.py")
-    assert_refused(program(tasks, *argv[:-1], "3"), "here holds runs of csp-fast:layers=1 by another state of its file")
+    assert_refused(program(tasks, *argv[:-1], "3"), "here holds a run of other settings (toy.py")
+    Path("copy.py").write_text(TOY)
+    argv[argv.index("toy.py:LAST")] = "copy.py:LAST"  # of one name, so that they would share a row
+    assert_refused(program(tasks, *argv[:-1], "3"), "here holds a run of other settings (task toy.py:LAST there")
 
 
 def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short_tasks):

@@ -655,7 +655,7 @@ def judge(job, corpus, device, given, several):
     s = job.s
     if not job.folder:
         job.folder = Path(given.get("out", "runs"))
-        if several and holds_run(job.folder):
+        if several and "out" in given and holds_run(job.folder):
             raise InputError(f"--out {job.folder} is a run: name another folder for several")
         if several or "out" not in given:
             varied = [key for key in LISTS if len(given.get(key, ())) > 1 and key not in ("size", "seeds", "model")]
@@ -720,7 +720,8 @@ def run(given):
     device = sample.pick_device(given.get("device", "auto"))
     if given.get("params"):
         for s in (job.s for job in list_jobs(given, device)):
-            paper = s.size in sample.PAM_SIZES and not {"data", "tokens"} & given.keys()  # its tables are of GPT-2's
+            own = {"data", "tokens", "resume", "init_from"} & given.keys()
+            paper = s.size in sample.PAM_SIZES and not own  # its tables are of GPT-2's tokens
             vocab_size = data.GPT2_VOCAB if paper or s.tokens == "gpt2" else 256
             print_rank0(sample.params_table(s.model, s.size, s.seq, vocab_size))
         return
@@ -754,6 +755,7 @@ def run(given):
             folder = broadcast_from_rank0(partial(open_folder, job, "out" in given, held))
             again = f"python train.py --resume {shlex.quote(str(folder))}{sample.model_flag(s.model)}"
             again += f" --device {given['device']}" if "device" in given else ""
+            again += "; what follows in the list has not begun" * (job is not jobs[-1])
             if all_go_on:
                 again = f"the same command and --out {shlex.quote(str(folder.parent))}"
             try:
