@@ -28,7 +28,6 @@ import random
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -460,17 +459,20 @@ def main():
         kernels.check_backend()
     except ValueError as e:
         raise InputError(str(e)) from None
-    with explain(f"create {args.out}"), open(os.path.expanduser(args.out), "x") if args.out else nullcontext() as out:
+    if args.out:
+        with explain(f"create {args.out}"):
+            open(os.path.expanduser(args.out), "x").close()
 
-        def say(line):
-            print(line, flush=True)
-            if out:
-                print(line, file=out, flush=True)
+    def say(line):
+        print(line, flush=True)
+        if args.out:
+            with explain(f"write {args.out}"), open(os.path.expanduser(args.out), "a") as f:
+                print(line, file=f)
 
-        say(machine(args))
-        for title, columns, rows in tables(args, names):
-            rows = [cells + [""] * (len(columns) - len(cells)) for cells in rows]
-            say("\n" + markdown(columns, rows, f"### {title}"))
+    say(machine(args))
+    for title, columns, rows in tables(args, names):
+        rows = [cells + [""] * (len(columns) - len(cells)) for cells in rows]
+        say("\n" + markdown(columns, rows, f"### {title}"))
 
 
 if __name__ == "__main__":

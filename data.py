@@ -407,7 +407,8 @@ def kind_of(file, column):
     if start.startswith(b"{"):
         file.seek(0)
         with suppress(ValueError, RecursionError):
-            if column in json.loads(next(filter(bytes.strip, file))):  # the first line that is not empty
+            lines = iter(partial(file.readline, 1 << 24), b"")  # a longer one is none of JSON lines
+            if column in json.loads(next(filter(bytes.strip, lines))):  # the first that is not empty
                 return "JSON lines", None
             return f"JSON lines without a column {column}", 'name one with --column, or "" for the lines as they are'
     return "bytes", None
@@ -515,7 +516,7 @@ def read_file(file, path, name, column, separator, left):
 
 
 def read_parquet(file, path, column):
-    """Yields the documents in a column of a parquet file. At most 1,000 rows are read at a time."""
+    """Yields the documents in a column of a parquet file. About 16 MB are read at a time, at least a page of it."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -526,7 +527,9 @@ def read_parquet(file, path, column):
             if not re.fullmatch(f"{strings}|dictionary<values={strings},.*", columns.get(column, "")):
                 raise InputError(f"{path} has no column of strings named {column} (--column); its columns: {columns}")
             for group in range(table.num_row_groups):
-                for batch in table.iter_batches(1000, row_groups=[group], columns=[column]):
+                about = table.metadata.row_group(group)
+                rows = 1 + min(999, (about.num_rows << 24) // max(1, about.total_byte_size))
+                for batch in table.iter_batches(rows, row_groups=[group], columns=[column]):
                     yield from batch.column(0).cast(pa.large_binary()).drop_null().to_pylist()
     except pa.ArrowException as e:
         raise InputError(f"{path} is not a readable parquet file ({one_line(e)})") from None

@@ -179,16 +179,19 @@ def wordnet_pairs(folder):
         path = Path(folder) / f"data.{pos}"
         with explain(f"read WordNet's {path.name} (unzip {WORDNET_URL} and name its folder)"):
             lines = path.read_text(encoding="latin-1").splitlines()
-        for line in lines:
-            if line.startswith("  "):  # the licence
-                continue
-            offset, _, _, count, *rest = line.partition(" | ")[0].split(" ")
-            end = 2 * int(count, 16)  # of the words, each with a number
-            words[pos, offset] = [word.partition("(")[0].replace("_", " ") for word in rest[:end:2]]
-            for symbol, target, of, places in zip(*[iter(rest[end + 1 :])] * 4):  # behind the number of pointers
-                if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
-                    ends = int(places[:2], 16), int(places[2:], 16)
-                    opposites.append((((pos, offset), ends[0]), ((PARTS[of], target), ends[1])))
+        try:
+            for line in lines:
+                if line.startswith("  "):  # the licence
+                    continue
+                offset, _, _, count, *rest = line.partition(" | ")[0].split(" ")
+                end = 2 * int(count, 16)  # of the words, each with a number
+                words[pos, offset] = [word.partition("(")[0].replace("_", " ") for word in rest[:end:2]]
+                for symbol, target, of, places in zip(*[iter(rest[end + 1 :])] * 4):  # behind the number of pointers
+                    if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
+                        ends = int(places[:2], 16), int(places[2:], 16)
+                        opposites.append((((pos, offset), ends[0]), ((PARTS[of], target), ends[1])))
+        except (ValueError, LookupError):
+            raise InputError(f"{path} is no file of WordNet's: unzip {WORDNET_URL} and name its folder") from None
     synonyms = {tuple(sorted(pair)) for lemmas in words.values() for pair in combinations(set(lemmas), 2)}
     antonyms = {tuple(sorted(words[key][n - 1] for key, n in pair)) for pair in opposites}
     antonyms = {(a, b) for a, b in antonyms if a != b}  # WordNet 3.0 opposes two meanings of "kern"

@@ -110,6 +110,7 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         ValueError: shapes, dtypes or devices that do not fit; an unknown method or backend; one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
+    _expect_one_of("backend", backend or check_backend(), None, *BACKENDS)
     tensors = b, theta, log_decay, h0
     _check(REAL_SCAN if theta is None else SCAN, *tensors)
     if method == "clamped":
@@ -146,6 +147,7 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
         ValueError: as complex_scan.
     """
     _expect_one_of("method", method, "exact", "clamped")
+    _expect_one_of("backend", backend or check_backend(), None, *BACKENDS)
     tensors = delta, dt, gate, omega, b, h0
     B, T, H, N = _check(CAYLEY, *tensors)
     backend, dtype = ("torch", _compute_dtype(*tensors)) if method == "clamped" else _pick(backend, *tensors)
@@ -266,7 +268,8 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         summed |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
         The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
         tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
-        drops the state, does not pay for it. The rounding of S grows with the past: from 65,536 tokens on it may
+        drops the state, does not pay for it. It may share memory with k, v and the state before: change none of these
+        in place. The rounding of S grows with the past: from 65,536 tokens on it may
         outweigh the sum for a query nearly orthogonal to many equal keys, and o is then not bounded by v.
     Raises:
         ValueError: as complex_scan.
@@ -1019,7 +1022,7 @@ def _phase_in_chunks(q, k, v, log_gamma, S, real):
 
     M = _in_rows(S.transpose(2, 3), real).flatten(0, 1)  # (B*H, k, v or 2v)
     q, k, v = (in_chunks(_in_rows(x, real)) for x in (q, k, v))
-    y, M, _ = _phase_memory(q, k, v, in_chunks(log_gamma.unsqueeze(-1)).squeeze(-1), M.contiguous(), real)
+    y, M, _ = _phase_memory(q, k, v, in_chunks(log_gamma.contiguous().unsqueeze(-1)).squeeze(-1), M.contiguous(), real)
     y = _in_pairs(y.flatten(1, 2)[:, :T].unflatten(0, (B, H)), real)
     return y, _in_pairs(M.unflatten(0, (B, H)), real).transpose(2, 3)
 
@@ -2337,10 +2340,16 @@ def check_device():
     return right
 
 
-if __name__ == "__main__":
+def main():
     parser = argparse.ArgumentParser(description=check_device.__doc__)
     parser.parse_args()
     try:
         raise SystemExit(not check_device())
     except ValueError as e:  # of NANOHILBERT_BACKEND
         parser.exit(2, f"error: {e}\n")
+
+
+if __name__ == "__main__":
+    from data import command_line  # here, as the operations need no other file
+
+    command_line(main)

@@ -477,7 +477,7 @@ def matched_width(config):
         return total(SAM, replace(config, L=1, width=width))
 
     target = total(PAM, PAMConfig(V=config.V, D=config.D, L=1, H=config.H, d=config.d))
-    widths = range(1, 4 * config.D + 1)  # twice the width at most for the embedding, sqrt 2 times it for the blocks
+    widths = range(1, 4 * (config.D + config.H * config.d))  # far beyond what the embedding or the memories may take
     above = bisect_left(widths, target, key=real_total)
     return min(widths[max(0, above - 1) : above + 1], key=lambda width: abs(real_total(width) - target))
 

@@ -17,6 +17,7 @@ bits per character, if the tokens are bytes, and else bits a token. "+-" is half
 
 import colorsys
 import csv
+import io
 import itertools
 import json
 import math
@@ -356,10 +357,12 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
             warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
             path = Path(path)  # README's example gives a name
             path.parent.mkdir(parents=True, exist_ok=True)
-            fig.savefig(path)
-            if path.suffix.lower() == ".png":  # a third of the bytes
-                image = Image.open(path).convert("RGB").quantize(256, kmeans=1)
-                image.save(path, optimize=True)
+            drawn, kind = io.BytesIO(), path.suffix[1:].lower() or "png"
+            fig.savefig(drawn, format=kind)
+            if kind == "png":  # a third of the bytes
+                image = Image.open(drawn).convert("RGB").quantize(256, kmeans=1)
+                image.save(drawn := io.BytesIO(), "PNG", optimize=True)
+            replace_file(path, lambda f: f.write(drawn.getvalue()))
 
 
 def mean_curve(curves):
@@ -803,7 +806,7 @@ def plot_gradients(shared, models, path):
 
 
 def plot_rates(shared, models, path):
-    """Validation loss at the budget by peak learning rate, of the seeds with most of a model's rates. A row a family."""
+    """Loss at the budget by peak learning rate, of the seeds that have most of a model's rates. A row a family."""
     found, rates = {}, set()  # {model: {seed: {rate: loss}}}
     for label, runs in models.items():
         for seed, events in runs.items():

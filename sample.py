@@ -103,8 +103,8 @@ def configure(spec, config):
             raise InputError(f"{name}: {key}={value} is not {kind}") from None
     try:
         return replace(config, **values)
-    except ValueError as e:
-        raise InputError(f"{name}: {e}") from None
+    except Exception as e:  # whatever a user's dataclass does
+        raise InputError(f"{name}: {reason(e)}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,24 +198,31 @@ def without_gradient(model):
 
 def interface_faults(model):
     """[] or [what is wrong with a part of the model that train.py asks for, but its steps do not]."""
-    parts = {
-        "config": lambda: json.dumps(asdict(model.config)),  # for checkpoints and logs
-        "num_params": lambda: json.dumps([model.num_params(), model.num_params()["total"] + 0]),
-        "flops_per_token": lambda: json.dumps(model.flops_per_token(8) + 0),
-        "NO_DECAY": lambda: "" in model.NO_DECAY,
-    }
-    for name, use in parts.items():
-        try:
-            use()
-        except Exception as e:  # whatever a model does
-            return [f"its {name}: {reason(e)}"]
+    faults = (
+        fault_of("config", lambda: json.dumps(asdict(model.config)))  # for checkpoints and logs
+        or fault_of("num_params", lambda: json.dumps([model.num_params(), model.num_params()["total"] + 0]))
+        or fault_of("flops_per_token", lambda: json.dumps(model.flops_per_token(8) + 0))
+        or fault_of("NO_DECAY", lambda: "" in model.NO_DECAY)
+    )
     is_list = isinstance(model.layers, Iterable) and {*model.layers} <= {*model.modules()}
-    return [] if is_list else ["layers is no list of the model's own modules"]
+    return faults or ["layers is no list of the model's own modules"] * (not is_list)
 
 
-def step_faults(model_class, config, device="cpu", checkpointing=False):
-    """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens and, if it
-    is of a file, reads a text in pieces. The random numbers go on as if nothing had been."""
+def fault_of(part, use):
+    """[] or [what the function `use` of a part of a model raises]."""
+    try:
+        use()
+    except Exception as e:  # whatever a model does
+        if is_out_of_memory(e):
+            raise
+        return [f"its {part}: {reason(e)}"]
+    return []
+
+
+def step_faults(model_class, config, device="cpu", checkpointing=False, longest=8):
+    """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens. If it is
+    of a file, it also reads a text in pieces and two of the length `longest`, and is saved and loaded. The random
+    numbers go on as if nothing had been."""
     x = torch.arange(8, device=device)[None] % config.V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
         try:
@@ -239,6 +246,15 @@ def step_faults(model_class, config, device="cpu", checkpointing=False):
                     third, _ = model.step(x[:, 7], state)
                 if not torch.allclose(torch.cat((first, second, third[:, None]), 1), whole, rtol=0.01, atol=0.01):
                     return ["in pieces, with the state carried on, a text has other logits"]
+
+                def load_again():
+                    again = model_class(model_class.Config(**json.loads(json.dumps(asdict(model.config)))))
+                    again.load_state_dict(model.state_dict())
+                    again.to(device)(x)
+
+                with torch.no_grad():
+                    faults = fault_of("checkpoint, once loaded", load_again)
+                    return faults or fault_of(f"length {longest}", lambda: model(x[:, :1].expand(2, longest)))
         except Exception as e:  # whatever a model does
             if is_out_of_memory(e):
                 raise
@@ -258,11 +274,14 @@ def reason(e):
 def params_table(spec, size, seq, vocab_size):
     """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1)."""
     model_class, config = parse_spec(spec, size, vocab_size)
-    with torch.device("meta"):
-        model = model_class(config)
-    lines = [f"{spec} {size}: {model.config}"]
-    lines += [f"  {name:20}{count:>14,}" for name, count in model.num_params().items()]
-    lines += [f"  {'flops a token':20}{model.flops_per_token(seq):>14,.0f}  forward and backward, seq {seq}"]
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+        lines = [f"{spec} {size}: {model.config}"]
+        lines += [f"  {name:20}{count:>14,}" for name, count in model.num_params().items()]
+        lines += [f"  {'flops a token':20}{model.flops_per_token(seq):>14,.0f}  forward and backward, seq {seq}"]
+    except Exception as e:  # whatever a model does
+        raise InputError(f"the parameters of {spec} cannot be counted: {reason(e)}") from None
     return "\n".join(lines)
 
 
@@ -323,14 +342,18 @@ def read_file(path):
 
 def build(checkpoint, device="cpu"):
     """The model of a checkpoint from read_checkpoint, with its weights, on a device. Raises InputError if they do not
-    fit, or if the model cannot be computed there (what NANOHILBERT_BACKEND names)."""
-    model_class = find_class(checkpoint["meta"]["spec"])
+    fit, or if the model cannot be computed there (what NANOHILBERT_BACKEND names). A changed file is a note."""
+    meta = checkpoint["meta"]
+    model_class = find_class(meta["spec"])
+    for file, now in file_hashes(meta["spec"]).items():
+        if meta.get("files", {}).get(file, now) != now:
+            note(f"note: {file} was changed since the run of {checkpoint['path']} began")
     try:
-        model = model_class(model_class.Config(**checkpoint["meta"]["config"]))
+        model = model_class(model_class.Config(**meta["config"]))
         model.load_state_dict(checkpoint["model"])
         with torch.no_grad():
             model.to(device).eval()(torch.zeros(1, 8, dtype=torch.int64, device=device))
-    except (TypeError, ValueError, RuntimeError) as e:
+    except Exception as e:  # whatever a model does
         raise InputError(f"{checkpoint['path']} does not fit this version, or cannot run here: {reason(e)}") from None
     return model.train()
 
@@ -418,10 +441,11 @@ def decode(tokens, vocab_size=256):
 def text(model, length, temperature, top_k, top_p, repetition_penalty):
     """`length` tokens that continue a line break, as text; the model is left in the mode it was in."""
     mode, V = model.training, model.config.V
-    tokens = generate(model.eval(), codec(V)[0](b"\n"), length, temperature, top_k, top_p, repetition_penalty)
-    written = "".join(decode(tokens, V))
-    model.train(mode)
-    return written
+    try:
+        tokens = generate(model.eval(), codec(V)[0](b"\n"), length, temperature, top_k, top_p, repetition_penalty)
+        return "".join(decode(tokens, V))
+    finally:
+        model.train(mode)
 
 
 def printable(text):

@@ -173,22 +173,29 @@ def build(spec, task, seeds):
     return LanguageModel(model_class(config), classes)
 
 
-def check(spec, task, device):
+def check(spec, task, device, lengths=(16,)):
     """Raises InputError if the model cannot be built, or not be run as the environment variables ask, or if the task
-    draws other symbols and targets than it says."""
-    model, symbols, classes = build(spec, task, [0]).to(device), TASKS[task].symbols, TASKS[task].classes
-    is_language_model = isinstance(model, LanguageModel)
-    faults = sample.step_faults(type(model.model), model.model.config, device) if is_language_model else []
-    if not faults:
-        try:
+    draws other symbols and targets than it says, at one of these lengths."""
+    faults, longest = [], max(lengths)
+    try:
+        model, symbols, classes = build(spec, task, [0]).to(device), TASKS[task].symbols, TASKS[task].classes
+        if isinstance(model, LanguageModel):
+            faults = sample.step_faults(type(model.model), model.model.config, device, longest=longest)
+        if not faults:
             model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
             faults = sample.without_gradient(model)
-            drawn, known = make_batch(task, 8, 16, (0,)), ({*range(symbols)}, {*range(classes), NOT_SCORED})
-            if len(drawn) != 2 or any(z.shape != (8, 16) or {*z.flat} - values for z, values in zip(drawn, known)):
+            with torch.no_grad():
+                model(torch.zeros(1, 1, longest, dtype=torch.long, device=device))
+        known = {*range(symbols)}, {*range(classes), NOT_SCORED}
+        for n in () if faults else lengths:
+            drawn = make_batch(task, 8, n, (0,))
+            if len(drawn) != 2 or any(z.shape != (8, n) or {*z.flat} - values for z, values in zip(drawn, known)):
                 faults = [f"draw(rng, n, length) must return symbols below {symbols}, and targets below {classes} or "
                           f"{NOT_SCORED}, (n, length) each"]  # fmt: skip
-        except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
-            faults = [sample.reason(e)]
+    except InputError:
+        raise
+    except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
+        faults = [sample.reason(e)]
     if faults:
         raise InputError(f"{spec} on {task}: {'; '.join(faults)}")
 
@@ -422,7 +429,7 @@ def main():
     protocol = args.epochs, args.train_length, lengths, args.batch, args.lr
     groups = []
     for task, spec in product(tasks, models):
-        check(spec, task, device)  # now, as a fault of the last would else be found hours later
+        check(spec, task, device, {args.train_length, *lengths})  # now: a fault of the last would be found hours later
         groups.append([Settings(spec, task, seed, *protocol) for seed in seeds])
     with data.explain(f"write into {out}"):
         out.mkdir(parents=True, exist_ok=True)

@@ -688,7 +688,8 @@ def judge(job, corpus, device, given, several):
         if job.complete:
             return job
     with autocast(s, device):
-        faults = sample.step_faults(*sample.parse_spec(s.model, s.size, corpus.vocab_size), device, s.checkpointing)
+        model = sample.parse_spec(s.model, s.size, corpus.vocab_size)
+        faults = sample.step_faults(*model, device, s.checkpointing, s.seq)
     if faults:
         raise InputError(f"{s.model} cannot be trained here: {'; '.join(faults)}")
     if s.compile:
