@@ -407,8 +407,10 @@ def kind_of(file, column):
     if start.startswith(b"{"):
         file.seek(0)
         with suppress(ValueError, RecursionError):
-            lines = iter(partial(file.readline, 1 << 24), b"")  # a longer one is none of JSON lines
-            if column in json.loads(next(filter(bytes.strip, lines))):  # the first that is not empty
+            first = next(filter(bytes.strip, iter(partial(file.readline, 1 << 24), b"")))  # that is not empty
+            if len(first) == 1 << 24 and re.match(rb'\s*\{\s*"', first):
+                return "JSON lines of over 16 MB", 'cut its documents, or --column "" for the bytes as they are'
+            if column in json.loads(first):
                 return "JSON lines", None
             return f"JSON lines without a column {column}", 'name one with --column, or "" for the lines as they are'
     return "bytes", None

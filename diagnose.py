@@ -409,7 +409,7 @@ def main():
     parser.add_argument("--wordnet", metavar="FOLDER", type=os.path.expanduser, help=words)
     parser.add_argument("--model", default="", metavar="FILE.py:CLASS", help="the class, if a file of yours has it")
     args = parser.parse_args()
-    sample.import_models(args.model)
+    sample.import_class(args.model)
     paths = [Path(os.path.expanduser(run)) for run in args.runs]
     folders = [(path.parent if path.is_file() else path).resolve() for path in paths]
     if any(path.suffix == ".pt" and not path.is_dir() for path in paths):

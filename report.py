@@ -56,7 +56,8 @@ class Log:
     def write(self, event, step, tokens, **values):
         time_s = round(time.monotonic() - self.start, 3)
         line = json.dumps({"event": event, "step": step, "tokens": tokens, "time_s": time_s} | values)
-        with explain(f"write {self.path}"), open(self.path, "a") as f:
+        with explain(f"write {self.path}"), open(self.path, "a" if event == "header" else "r+") as f:
+            f.seek(0, os.SEEK_END)  # r+: a log that was deleted is not begun anew, without its header
             f.write(line + "\n")
 
     def sync(self):

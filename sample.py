@@ -23,7 +23,8 @@ import traceback
 import typing
 import zipfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -114,7 +115,7 @@ def configure(spec, config):
 class Defaults:
     """What such a class may leave out, with `SIZES` (each is Config()), `config` and `layers` (none)."""
 
-    NO_DECAY = ()
+    NO_DECAY, checkpointing = (), False
 
     def step(self, idx_t, state):
         logits, _, state = self(idx_t[:, None], state=state)
@@ -144,12 +145,21 @@ def complete(name, model_class):
     if faults:
         raise InputError(f"{name} is no model (PAPERS.md, A new model): {'; '.join(faults)}")
 
+    sizes = getattr(model_class, "SIZES", {size: config for known in MODELS.values() for size in known.SIZES})
+    if not all(isinstance(size, model_class.Config) for size in sizes.values()):
+        try:  # those of a parent, whose Config has grown
+            sizes = {size: model_class.Config(**asdict(config)) for size, config in sizes.items()}
+        except TypeError as e:
+            raise InputError(f"{name} has SIZES that are not of its Config: {e}") from None
+
     class Model(model_class, Defaults):
-        SIZES = getattr(model_class, "SIZES", {size: config for known in MODELS.values() for size in known.SIZES})
+        SIZES = sizes
 
         def __init__(self, config):
             super().__init__(config)
-            self.config, self.layers = getattr(self, "config", config), getattr(self, "layers", [])
+            for part, value in (("config", config), ("layers", [])):
+                if not hasattr(self, part):
+                    setattr(self, part, value)
 
     return Model
 
@@ -166,6 +176,13 @@ def import_models(text, other_contracts=()):
             IMPORTED[name] = model_class if is_other else complete(name, model_class)
         specs.append(":".join([name, *pairs]))
     return ",".join(specs)
+
+
+def import_class(text):
+    """Imports the class that --model names for runs that have one of a file. text: FILE.py:CLASS, or ""."""
+    if text and ".py:" not in text:
+        raise InputError(f"--model {text} is no FILE.py:CLASS: other models are known from their runs")
+    import_models(text)
 
 
 def import_name(typed):
@@ -196,15 +213,18 @@ def without_gradient(model):
     return [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
 
 
-def interface_faults(model):
+def interface_faults(model, seq):
     """[] or [what is wrong with a part of the model that train.py asks for, but its steps do not]."""
     faults = (
         fault_of("config", lambda: json.dumps(asdict(model.config)))  # for checkpoints and logs
         or fault_of("num_params", lambda: json.dumps([model.num_params(), model.num_params()["total"] + 0]))
-        or fault_of("flops_per_token", lambda: json.dumps(model.flops_per_token(8) + 0))
-        or fault_of("NO_DECAY", lambda: "" in model.NO_DECAY)
+        or fault_of("flops_per_token", lambda: json.dumps(model.flops_per_token(seq) + 0))
+        or fault_of("NO_DECAY", lambda: tuple(model.NO_DECAY))
     )
-    is_list = isinstance(model.layers, Iterable) and {*model.layers} <= {*model.modules()}
+    layers, modules = model.layers, {*map(id, model.modules())}
+    is_list = isinstance(layers, (Sequence, torch.nn.ModuleList)) and {*map(id, layers)} <= modules
+    if isinstance(model.NO_DECAY, str):
+        faults = faults or ["NO_DECAY is a text, not a tuple of texts"]
     return faults or ["layers is no list of the model's own modules"] * (not is_list)
 
 
@@ -221,14 +241,16 @@ def fault_of(part, use):
 
 def step_faults(model_class, config, device="cpu", checkpointing=False, longest=8):
     """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens. If it is
-    of a file, it also reads a text in pieces and two of the length `longest`, and is saved and loaded. The random
-    numbers go on as if nothing had been."""
+    of a file, it also reads a text in pieces and two of the length `longest`, and one is built anew from its config and
+    weights. The random numbers go on as if nothing had been."""
     x = torch.arange(8, device=device)[None] % config.V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
+        with suppress(Exception):  # there may be no L, or one that fits other settings
+            config = replace(config, L=min(config.L, 4))
         try:
-            model = model_class(replace(config, L=min(config.L, 4)) if hasattr(config, "L") else config).to(device)
+            model = model_class(config).to(device)
             model.checkpointing = checkpointing
-            if faults := interface_faults(model):
+            if faults := interface_faults(model, longest):
                 return faults
             logits, loss, _ = model(x, x)
             if (shape := tuple(logits.shape)) != (1, 8, config.V):
@@ -250,7 +272,7 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
                 def load_again():
                     again = model_class(model_class.Config(**json.loads(json.dumps(asdict(model.config)))))
                     again.load_state_dict(model.state_dict())
-                    again.to(device)(x)
+                    again.to(device).eval()(x)
 
                 with torch.no_grad():
                     faults = fault_of("checkpoint, once loaded", load_again)
@@ -275,7 +297,10 @@ def params_table(spec, size, seq, vocab_size):
     """Parameters by component, and what one token costs (QS tables 2 and 3, PAM table 1)."""
     model_class, config = parse_spec(spec, size, vocab_size)
     try:
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                model = model_class(config)
+        except Exception:  # as where it reads a tensor's value
             model = model_class(config)
         lines = [f"{spec} {size}: {model.config}"]
         lines += [f"  {name:20}{count:>14,}" for name, count in model.num_params().items()]
@@ -486,7 +511,7 @@ def main():
         prompt = source.encode("utf-8", errors="surrogateescape")
     if not prompt:
         raise InputError("the text is empty: a model needs one token to start from")
-    import_models(args.model)
+    import_class(args.model)
     run, checkpoints = args.run and os.path.expanduser(args.run), [p for p in Path("runs").rglob("*.pt") if p.exists()]
     if not (run or checkpoints):
         raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")

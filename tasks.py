@@ -173,14 +173,14 @@ def build(spec, task, seeds):
     return LanguageModel(model_class(config), classes)
 
 
-def check(spec, task, device, lengths=(16,)):
+def check(spec, task, device, lengths):
     """Raises InputError if the model cannot be built, or not be run as the environment variables ask, or if the task
     draws other symbols and targets than it says, at one of these lengths."""
     faults, longest = [], max(lengths)
     try:
         model, symbols, classes = build(spec, task, [0]).to(device), TASKS[task].symbols, TASKS[task].classes
         if isinstance(model, LanguageModel):
-            faults = sample.step_faults(type(model.model), model.model.config, device, longest=longest)
+            faults = sample.step_faults(type(model.model), model.model.config, device)
         if not faults:
             model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
             faults = sample.without_gradient(model)
@@ -195,6 +195,8 @@ def check(spec, task, device, lengths=(16,)):
     except InputError:
         raise
     except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
+        if data.is_out_of_memory(e):
+            raise
         faults = [sample.reason(e)]
     if faults:
         raise InputError(f"{spec} on {task}: {'; '.join(faults)}")
@@ -211,9 +213,9 @@ def batches(task, seeds, n, length, stream, device):
 
 
 def losses(model, x, y, generators=None):
-    """Mean over the scored positions of each seed, (S,)."""
+    """Mean over the scored positions of each seed, (S,); 0 where there is none."""
     each = F.cross_entropy(model(x, generators).flatten(0, 2), y.flatten(), reduction="none", ignore_index=NOT_SCORED)
-    return each.view(len(y), -1).sum(1) / (y != NOT_SCORED).sum((1, 2))
+    return each.view(len(y), -1).sum(1) / (y != NOT_SCORED).sum((1, 2)).clamp(min=1)
 
 
 @torch.no_grad()
@@ -427,6 +429,8 @@ def main():
     device = sample.pick_device(args.device)
     out = report.parse_out(f"runs/tasks-{args.epochs}" if args.out is None else args.out)
     protocol = args.epochs, args.train_length, lengths, args.batch, args.lr
+    if (out / "log.jsonl").exists():
+        raise InputError(f"--out {out} is the folder of another run: name one of its own")
     groups = []
     for task, spec in product(tasks, models):
         check(spec, task, device, {args.train_length, *lengths})  # now: a fault of the last would be found hours later

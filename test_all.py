@@ -1752,7 +1752,7 @@ def test_data_notes_and_bars_end_nothing(program, monkeypatch):
 
 
 def test_data_is_read_in_pieces_of_bounded_size(tmp_path):
-    """Long documents of a parquet file with small pages; a line too long for JSON lines is text."""
+    """Long documents of a parquet file with small pages; a line too long for JSON lines is refused."""
     path = tmp_path / "books.parquet"
     pq.write_table(pa.table({"text": [f"{i}" * 1_000_000 for i in range(90)]}), path, write_batch_size=1,
                    use_dictionary=False)  # fmt: skip
@@ -1764,7 +1764,7 @@ def test_data_is_read_in_pieces_of_bounded_size(tmp_path):
     assert len(held) == 90 and max(held) < 60e6  # of 170
     (tmp_path / "one line").write_bytes(b'{"text": "' + b"x" * (1 << 24) + b'"}')
     with (tmp_path / "one line").open("rb") as file:
-        assert data.kind_of(file, "text")[0] == "bytes"
+        assert data.kind_of(file, "text")[0] == "JSON lines of over 16 MB"
 
 
 def test_data_programs_with_a_full_disk_for_output(cache):
@@ -2988,7 +2988,7 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
         at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         code, text, _ = program(train, *argv, "--device", "cpu")
         (new,) = Path("runs").glob("*-2")
-        told = f"go on with: python train.py --resume {new} --device cpu; what follows in the list has not begun"
+        told = f"go on with: python train.py --resume {new} --device cpu (what follows in the list has not begun)"
         assert code == 130 and told in text
         shutil.rmtree(new)
     before = content("runs")
@@ -3040,6 +3040,10 @@ def test_init_from(program, cut):
         assert done[::2] == (0, f"warning: the log of new is gone: a new one begins after step {step}\n")
     assert report.read_log("new")[0]["origin"] == expected  # where the log is written anew
     assert steps_of("new", "final") == [2]
+    with open("new/log.jsonl", "r+b") as log:  # of a log that is cut the end cannot be made up for
+        log.truncate(log.read().index(b"\n") + 1)
+    short = "warning: new/log.jsonl ends at step 0: tables bridge what it lacks up to step 2\n"
+    assert program(train, "--resume", "new", "--log_every", 1)[2] == short
 
 
 def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
@@ -3374,6 +3378,7 @@ def test_sample_faults(program):
         ("", "no checkpoint in runs/ yet"), ("nothing", "nothing does not exist"),
         *((f"x {flag}", "No such file or directory: '") for flag in ("--prompt FILE:no", "--score ~no-one/no")),
         ("x --model ~no-one/no.py:X", "cannot import ~no-one/no.py: FileNotFoundError"),
+        ("x --model mamba", "--model mamba is no FILE.py:CLASS"),
         *((f"x {flag}", "the text is empty") for flag in ("--score /dev/null", "--prompt=")),
         *((f"x --{name} {value}", f"--{name} must lie between") for name, value in numbers.items()),
         ("x --temp 1", "unrecognized arguments: --temp 1"),
@@ -3445,6 +3450,12 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_figures, no_cu
     model_class, config = sample.parse_spec("mine.py:Mine:score=softmax", "small", 256)
     assert issubclass(model_class, htransformer.HTransformer) and (config.D, config.score) == (512, "softmax")
     assert sample.import_models("lib/mine.py:Wide", (csp.Model,)) == "mine.py:Wide"
+    Path("lib/more.py").write_text("from dataclasses import dataclass\nimport htransformer as h\n@dataclass\n"
+                                   "class More(h.HTransformerConfig):\n    extra: float = 0.0\n"
+                                   "class Mine(h.HTransformer):\n    Config = More\n")
+    assert sample.import_models("lib/more.py:Mine") == "more.py:Mine"  # sizes of the parent, with what its Config adds
+    _, config = sample.parse_spec("more.py:Mine:extra=2", "small", 256)
+    assert (config.D, config.extra) == (512, 2)
     begin = "    def __init__(self, config):\n        super().__init__(config)\n"
     still = f"class Still(CSPFast):\n{begin}        self.embedding.requires_grad_(False)\n"
     idle = f"class Idle(Still):\n{begin}        self.idle = torch.nn.Parameter(torch.zeros(1, 3))\n"
@@ -3495,13 +3506,21 @@ GRU_FAULTS = [  # what is said, of which class, and what is replaced in the exam
     ("layers is no list of the model's own", "MyGRU",
      ("self.layers", "self.x"), ("self.head =", "self.layers, self.head = 2,")),
     ("layers is no list of the model's own", "MyGRU", ("nn.ModuleList", "list")),  # its gradients would pile up
+    *(("layers is no list of the model's own", "MyGRU",
+       ("self.layers", "self.x"), ("self.head =", f"self.layers, self.head = {value},"))
+      for value in ("self.x.children()", "[[*self.x]]", "nn.ModuleDict({'x': self.x})")),
     *((f"its num_params: .*{fault}", "MyGRU",
        ("def init_state", f"def num_params(self):\n        return {value}\n\n    def init_state")) for fault, value in (
         ("KeyError: 'total'", {}), ("TypeError: .*NoneType", {"total": None}),
         ("Tensor", "{'total': self.head.weight.sum()}"))),
     ("its flops_per_token: .*Tensor", "MyGRU",
      ("def init_state", "def flops_per_token(self, T):\n        return self.head.weight.sum()\n\n    def init_state")),
+    ("its flops_per_token: ZeroDivisionError", "MyGRU",
+     ("def init_state", "def flops_per_token(self, T):\n        return 9 / (T < 256)\n\n    def init_state")),
     ("its NO_DECAY: .*NoneType", "MyGRU", ("def init_state", "NO_DECAY = None\n\n    def init_state")),
+    ("NO_DECAY is a text", "MyGRU", ("def init_state", "NO_DECAY = ('head')\n\n    def init_state")),
+    ("has SIZES that are not of its Config: .*'H'", "MyGRU",
+     ("def init_state", "from hmamba import HMamba\n    SIZES = HMamba.SIZES\n\n    def init_state")),
     ("its config: .*should be called on dataclass", "MyGRU", ("self.config = config", "self.config = vars(config)")),
     ("its config: .*type is not JSON", "MyGRU", ("V: int = 256", "V: int = 256\n    act: type = nn.Tanh")),
     ("MyGRU: odd", "MyGRU:D=9",
@@ -3537,6 +3556,30 @@ def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row
     assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err), err
     new = {path.parts[0] for path in content(".").keys() - before.keys()}
     assert new <= {"cache", "lib"}  # of corpora, and of Python
+
+
+SOUND = {  # what a user may do as well: (what is replaced in the example)
+    "heeds checkpointing": [("x, states =", "assert self.checkpointing in (True, False)\n        x, states =")],
+    "layers is a property": [("self.layers =", "self.blocks ="),
+                             ("def init_state", "layers = property(lambda self: [*self.blocks])\n\n    def init_state")],
+    "L fits another setting": [("L: int = 2", "L: int = 6\n    kinds: str = 'ababab'\n\n    def __post_init__(self):\n"
+                                              "        assert len(self.kinds) == self.L")],
+    "reads values as it is made": [("import dataclass", "import dataclass\nimport torch"),
+                                   ("self.config =", "self.rates = [x.item() for x in torch.linspace(0, 1, 3)]\n"
+                                    "        self.config =")],
+    "decays less": [("def init_state", "NO_DECAY = ['head']\n\n    def init_state")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_a_sound_model_of_a_file_is_taken(program, gru, kind):
+    for old, new in SOUND[kind]:
+        assert old in gru
+        gru = gru.replace(old, new)
+    Path("lib/mygru.py").write_text(gru)
+    model = ["--model", "lib/mygru.py:MyGRU:D=8"]
+    assert program(train, *model, *SHORT, "--params")[::2] == program(train, *model, *SHORT, "--out", "run")[::2]
+    assert program(sample, "run", *model, "--length", 1)[0] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -4187,6 +4230,9 @@ def test_wordnet_pairs(tmp_path):
     assert antonyms == {("cold", "hot"), ("hot", "ice cold")}
     assert len(synonyms) == 45 + 2
     assert {("a", "j"), ("hot", "warm"), ("cold", "ice cold")} <= synonyms
+    (tmp_path / "data.adv").write_text("00001740 02 r 0x well\n")
+    with pytest.raises(data.InputError, match="data.adv is no file of WordNet's"):
+        diagnose.wordnet_pairs(tmp_path)
 
 
 def test_diagnostics_of_runs(merges, program, drawn, tmp_path):
@@ -4908,13 +4954,18 @@ TASK_FAULTS = [
     *((f"NANOHILBERT_BACKEND={name} --model rnn,csp-fast", f"csp-fast on mod3: {message}") for name, message in (
         ("tritn", "unknown NANOHILBERT_BACKEND 'tritn'"), ("triton", "backend='triton'"))),
     ("--model rnn --out text.txt/x", "cannot write into text.txt/x"),
+    ("--model rnn --out run", "--out run is the folder of another run"),
+    ("--model big.py:Big", "error: out of memory: take a smaller model, batch or length\n"),
     ("--model rnn --out here --batch 100000000000000", "error: out of memory: take a smaller model, batch or length\n"),
 ]  # fmt: skip
 
 
 def test_task_faults(program, toy_tasks, monkeypatch):
     """One line, and nothing is made but a folder for what is trained. NAME=value is a variable of the environment."""
-    before = {"text.txt", "toy.py", "__pycache__"}
+    write_tree(Path("run"), {"log.jsonl": b""})
+    Path("big.py").write_text("from hmamba import HMamba\nclass Big(HMamba):\n    def __init__(self, config):\n"
+                              "        raise MemoryError\n")
+    before = {"text.txt", "toy.py", "big.py", "run", "__pycache__"}
     for argv, message in TASK_FAULTS:
         argv = argv.split()
         with monkeypatch.context() as patch:
@@ -5005,6 +5056,9 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no
         if name in sample.MODELS:
             assert (a.model.config.D, a.model.config.L, a.model.config.V) == (32, 3, 5)
     assert tasks.build("hmamba:D=64", "toy.py:LAST", [1]).model.config.D == 64
+    x, scored = torch.zeros(2, 3, 4, dtype=torch.int64), torch.tensor([0, tasks.NOT_SCORED])
+    loss = tasks.losses(tasks.build("rnn", "toy.py:LAST", [1, 2]), x, scored.view(2, 1, 1).expand(2, 3, 4))
+    assert loss[0] > 0 and loss[1] == 0  # of a batch without a scored position
     assert "finished runs kept in here: 4;" in program(tasks, *argv)[2]
     Path("toy.py").write_text(TOY.replace("% 5", "% 4"))
     sample.FILES.clear()  # as another program

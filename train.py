@@ -29,7 +29,7 @@ import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 
@@ -399,6 +399,9 @@ class Run:
                 if self.step:
                     data.note(f"warning: the log of {self.folder} is gone: a new one begins after step {self.step}")
             self.log = report.Log(self.folder, self.start, keep=self.step if goes_on else None)
+            logged = report.read_log(log)[-1]["step"] if goes_on else self.step
+            if self.step - logged > s.log_every:
+                data.note(f"warning: {log} ends at step {logged}: tables bridge what it lacks up to step {self.step}")
         ran = report.provenance(self.device, world)
         self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
         if goes_on:
@@ -649,7 +652,14 @@ def holds_run(folder):
     return any((folder / name).exists() for name in ("last.pt", "prev.pt"))
 
 
-def judge(job, corpus, device, given, several):
+def trial_faults(model_class, spec, size, vocab_size, device, dtype, checkpointing, seq):
+    """sample.step_faults under the autocast of a run."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        config = sample.parse_spec(spec, size, vocab_size)[1]
+        return sample.step_faults(model_class, config, device, checkpointing, seq)
+
+
+def judge(job, corpus, device, given, several, trial):
     """The job with its folder, the checkpoint there, if any, and its epochs as steps. Raises InputError now for what
     would end the run later: the last run of a sweep would fail after hours."""
     s = job.s
@@ -687,10 +697,8 @@ def judge(job, corpus, device, given, several):
         job.complete = was["step"] > end or sampled
         if job.complete:
             return job
-    with autocast(s, device):
-        model = sample.parse_spec(s.model, s.size, corpus.vocab_size)
-        faults = sample.step_faults(*model, device, s.checkpointing, s.seq)
-    if faults:
+    tried = sample.find_class(s.model), s.model, s.size, corpus.vocab_size, device, s.dtype, s.checkpointing, s.seq
+    if faults := trial(*tried):
         raise InputError(f"{s.model} cannot be trained here: {'; '.join(faults)}")
     if s.compile:
         try:
@@ -737,7 +745,8 @@ def run(given):
     load = partial(data.load, s.data, max(job.s.seq for job in jobs), tokens=s.tokens, column=s.column)
     broadcast_from_rank0(lambda: data.codec(load().vocab_size) and None)  # rank 0 prepares the text, then all find it
     corpus = load()
-    jobs = broadcast_from_rank0(lambda: [judge(job, corpus, device, given, several) for job in jobs])
+    trial = lru_cache(trial_faults)  # once for the runs that differ in other settings
+    jobs = broadcast_from_rank0(lambda: [judge(job, corpus, device, given, several, trial) for job in jobs])
     if len({job.folder for job in jobs}) < len(jobs):
         raise InputError("two of these runs have one folder, as their classes have one name: rename one")
     if corpus.sha256 != broadcast_from_rank0(lambda: corpus.sha256):
@@ -756,7 +765,7 @@ def run(given):
             folder = broadcast_from_rank0(partial(open_folder, job, "out" in given, held))
             again = f"python train.py --resume {shlex.quote(str(folder))}{sample.model_flag(s.model)}"
             again += f" --device {given['device']}" if "device" in given else ""
-            again += "; what follows in the list has not begun" * (job is not jobs[-1])
+            again += " (what follows in the list has not begun)" * (job is not jobs[-1])
             if all_go_on:
                 again = f"the same command and --out {shlex.quote(str(folder.parent))}"
             try:
