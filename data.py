@@ -408,7 +408,7 @@ def kind_of(file, column):
         file.seek(0)
         with suppress(ValueError, RecursionError):
             first = next(filter(bytes.strip, iter(partial(file.readline, 1 << 24), b"")))  # that is not empty
-            if len(first) == 1 << 24 and re.match(rb'\s*\{\s*"', first):
+            if len(first) == 1 << 24 and re.match(rb'\s*\{\s*"', first.removeprefix(codecs.BOM_UTF8)):
                 return "JSON lines of over 16 MB", 'cut its documents, or --column "" for the bytes as they are'
             if column in json.loads(first):
                 return "JSON lines", None

@@ -62,7 +62,7 @@ class Log:
 
     def sync(self):
         """What was written is on the disk when this returns."""
-        with explain(f"write {self.path}"), open(self.path, "a") as f:
+        with explain(f"write {self.path}"), open(self.path, "r+") as f:
             os.fsync(f.fileno())
 
 
@@ -112,7 +112,7 @@ def read_log(path):
             events.append(event)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             bad.append(str(number))
-    if not events or not {"settings", "data", "params"} <= events[0].keys():
+    if not events or any(type(events[0].get(key)) is not dict for key in ("settings", "data", "params")):
         raise InputError(f"{path} is not a log of train.py or tasks.py: its first line is no header")
     if any(e["event"] == "header" for e in events[1:]):
         raise InputError(f"{path} holds the logs of several runs: put them into files of their own")

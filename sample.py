@@ -23,7 +23,7 @@ import traceback
 import typing
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sized
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
@@ -146,11 +146,14 @@ def complete(name, model_class):
         raise InputError(f"{name} is no model (PAPERS.md, A new model): {'; '.join(faults)}")
 
     sizes = getattr(model_class, "SIZES", {size: config for known in MODELS.values() for size in known.SIZES})
-    if not all(isinstance(size, model_class.Config) for size in sizes.values()):
-        try:  # those of a parent, whose Config has grown
-            sizes = {size: model_class.Config(**asdict(config)) for size, config in sizes.items()}
-        except TypeError as e:
-            raise InputError(f"{name} has SIZES that are not of its Config: {e}") from None
+    try:
+        for size, config in sizes.items():
+            if not isinstance(config, model_class.Config):  # but of a parent's, which has grown: what it sets
+                usual = asdict(type(config)())
+                given = {key: value for key, value in asdict(config).items() if value != usual[key]}
+                sizes = sizes | {size: model_class.Config(**given)}
+    except Exception as e:  # whatever a file does
+        raise InputError(f"{name} has SIZES that are not of its Config: {reason(e)}") from None
 
     class Model(model_class, Defaults):
         SIZES = sizes
@@ -222,7 +225,7 @@ def interface_faults(model, seq):
         or fault_of("NO_DECAY", lambda: tuple(model.NO_DECAY))
     )
     layers, modules = model.layers, {*map(id, model.modules())}
-    is_list = isinstance(layers, (Sequence, torch.nn.ModuleList)) and {*map(id, layers)} <= modules
+    is_list = isinstance(layers, Iterable) and isinstance(layers, Sized) and {*map(id, layers)} <= modules
     if isinstance(model.NO_DECAY, str):
         faults = faults or ["NO_DECAY is a text, not a tuple of texts"]
     return faults or ["layers is no list of the model's own modules"] * (not is_list)

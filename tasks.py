@@ -188,10 +188,13 @@ def check(spec, task, device, lengths):
                 model(torch.zeros(1, 1, longest, dtype=torch.long, device=device))
         known = {*range(symbols)}, {*range(classes), NOT_SCORED}
         for n in () if faults else lengths:
-            drawn = make_batch(task, 8, n, (0,))
-            if len(drawn) != 2 or any(z.shape != (8, n) or {*z.flat} - values for z, values in zip(drawn, known)):
+            drawn = make_batch(task, 64, n, (0,))
+            if len(drawn) != 2 or any(z.shape != (64, n) or z.dtype != np.int64 or {*z.flat} - values
+                                      for z, values in zip(drawn, known)):  # fmt: skip
                 faults = [f"draw(rng, n, length) must return symbols below {symbols}, and targets below {classes} or "
-                          f"{NOT_SCORED}, (n, length) each"]  # fmt: skip
+                          f"{NOT_SCORED}, int64 and (n, length) each"]  # fmt: skip
+            elif (drawn[1] == NOT_SCORED).all():
+                faults = [f"at length {n} no position is scored"]
     except InputError:
         raise
     except Exception as e:  # such as a backend that there is not, and whatever the code of a file does

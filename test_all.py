@@ -7,6 +7,7 @@ Groups: kernels against their references, models, data and its faults, training,
 import argparse
 import colorsys
 import contextlib
+import codecs
 import copy
 import csv
 import dataclasses
@@ -1763,7 +1764,10 @@ def test_data_is_read_in_pieces_of_bounded_size(tmp_path):
             assert document[:1].isdigit()
     assert len(held) == 90 and max(held) < 60e6  # of 170
     (tmp_path / "one line").write_bytes(b'{"text": "' + b"x" * (1 << 24) + b'"}')
-    with (tmp_path / "one line").open("rb") as file:
+    (tmp_path / "bom").write_bytes(codecs.BOM_UTF8 + (tmp_path / "one line").read_bytes())
+    for name in ("one line", "bom"):
+        file = io.BytesIO((tmp_path / name).read_bytes())
+        file.name = name
         assert data.kind_of(file, "text")[0] == "JSON lines of over 16 MB"
 
 
@@ -3042,8 +3046,16 @@ def test_init_from(program, cut):
     assert steps_of("new", "final") == [2]
     with open("new/log.jsonl", "r+b") as log:  # of a log that is cut the end cannot be made up for
         log.truncate(log.read().index(b"\n") + 1)
-    short = "warning: new/log.jsonl ends at step 0: tables bridge what it lacks up to step 2\n"
+    short = "warning: new/log.jsonl ends at step 0: tables bridge what it lacks to step 2\n"
+    with open("new/log.jsonl", "r+") as log:  # of a run that logged each step
+        text = re.sub('"log_every": [0-9]+', '"log_every": 1', log.read())
+        log.seek(0), log.write(text), log.truncate()
     assert program(train, "--resume", "new", "--log_every", 1)[2] == short
+    log = report.Log(Path("new"), 0.0)
+    Path("new/log.jsonl").unlink()
+    for use in (log.sync, partial(log.write, "train", 3, 3)):  # none begins a log without its header
+        with pytest.raises(data.InputError, match="cannot write new/log.jsonl"):
+            use()
 
 
 def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
@@ -3226,6 +3238,8 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("is not the data of this run", RESUME, "--data other.txt", write("other.txt", lambda text, _: text[::-1])),
     ("is not the data of this run", NEW, "--out run", write("text.txt", lambda text, _: text + b"more")),
     ("another version of train.py", RESUME, "", lambda: resave(lambda _, meta: meta["settings"].update(momentum=0.9))),
+    ("optimizer state of other shapes", RESUME, "", lambda: resave(
+        lambda whole, _: whole["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)))),
     ("does not fit this version", RESUME, "", lambda: resave(lambda whole, _: whole["model"].pop("norm_f.weight"))),
     ("run/log.jsonl is not a log", RESUME, "--stop_at 2", write("run/log.jsonl", lambda *_: b"{}\n")),
     ("run/log.jsonl is not a log", RESUME, "", write("run/log.jsonl", lambda *_: b"\0")),
@@ -3451,11 +3465,11 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_figures, no_cu
     assert issubclass(model_class, htransformer.HTransformer) and (config.D, config.score) == (512, "softmax")
     assert sample.import_models("lib/mine.py:Wide", (csp.Model,)) == "mine.py:Wide"
     Path("lib/more.py").write_text("from dataclasses import dataclass\nimport htransformer as h\n@dataclass\n"
-                                   "class More(h.HTransformerConfig):\n    extra: float = 0.0\n"
+                                   "class More(h.HTransformerConfig):\n    extra: float = 0.0\n    score: str = 'softmax'\n"
                                    "class Mine(h.HTransformer):\n    Config = More\n")
     assert sample.import_models("lib/more.py:Mine") == "more.py:Mine"  # sizes of the parent, with what its Config adds
     _, config = sample.parse_spec("more.py:Mine:extra=2", "small", 256)
-    assert (config.D, config.extra) == (512, 2)
+    assert (config.D, config.extra, config.score) == (512, 2, "softmax")
     begin = "    def __init__(self, config):\n        super().__init__(config)\n"
     still = f"class Still(CSPFast):\n{begin}        self.embedding.requires_grad_(False)\n"
     idle = f"class Idle(Still):\n{begin}        self.idle = torch.nn.Parameter(torch.zeros(1, 3))\n"
@@ -3567,6 +3581,12 @@ SOUND = {  # what a user may do as well: (what is replaced in the example)
     "reads values as it is made": [("import dataclass", "import dataclass\nimport torch"),
                                    ("self.config =", "self.rates = [x.item() for x in torch.linspace(0, 1, 3)]\n"
                                     "        self.config =")],
+    "layers in a row": [("nn.ModuleList(nn.GRU(config.D, config.D, batch_first=True) for _ in range(config.L))",
+                         "nn.Sequential(*[nn.GRU(config.D, config.D, batch_first=True) for _ in range(config.L)])")],
+    "a complex parameter": [
+        ("import dataclass", "import dataclass\nimport torch"),
+        ("self.head =", "self.turn = nn.Parameter(torch.ones(config.D, dtype=torch.cfloat))\n        self.head ="),
+        ("self.head(x)", "self.head((x * self.turn).real + (x * self.turn).imag)")],
     "decays less": [("def init_state", "NO_DECAY = ['head']\n\n    def init_state")],
 }  # fmt: skip
 
@@ -4909,6 +4929,9 @@ def draw(rng, n, length, earlier=-100):
     x = rng.randint(0, 4, (n, length))
     return x, np.where(np.arange(length) < length - 1, earlier, x.sum(1, keepdims=True) % 5)
 
+LATE = Task(4, 5, lambda rng, n, length: draw(rng, n, length) if length > 16 else (
+    np.zeros((n, length), int), np.full((n, length), -100)))
+INT32 = Task(4, 5, lambda *args: [z.astype(np.int32) for z in draw(*args)])
 LAST, FULL = Task(4, 5, draw), Task(4, 5, lambda *args: draw(*args, earlier=0))
 NARROW, FEW = Task(3, 5, draw), Task(4, 4, draw)
 NONE = Task(4, 5, lambda rng, n, length: 1 / 0)
@@ -4933,9 +4956,10 @@ TASK_FAULTS = [
     ("--task no.py:TOY", "cannot import no.py: FileNotFoundError"),
     *((f"--model rnn --task toy.py:{name}", message) for name, message in (
         ("NARROW", "must return symbols below 3"), ("FEW", "targets below 4 or -100"), ("ONE", "must return symbols"),
-        ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 11)"),
+        ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 14)"),
+        ("LATE", "at length 16 no position is scored"), ("INT32", "int64 and (n, length) each"),
         ("LONG", "rnn on toy.py:LONG: ZeroDivisionError"),  # at the longest length alone
-        ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LAST, FULL, NARROW, FEW, NONE, LONG, ONE, THREE; "
+        ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LATE, INT32, LAST, FULL, NARROW, FEW, NONE, LONG, ONE, THREE; "
                  "did you mean LAST?"),
         ("THREE", "toy.py:THREE is no Task\n"))),
     ("--model csp", "unknown model 'csp'; known: csp-vanilla"),

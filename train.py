@@ -322,7 +322,7 @@ def make_optimizer(model, lr, device, betas=BETAS, decay=WEIGHT_DECAY):
         groups[p.dim() >= 2 and name.rsplit(".", 1)[-1] not in model.NO_DECAY].append((name, p))
     optimizer = torch.optim.AdamW(
         [{"params": [p for _, p in groups[decays]], "weight_decay": decay * decays} for decays in (True, False)],
-        lr=lr, betas=betas, fused=device.type != "mps",
+        lr=lr, betas=betas, fused=device.type != "mps" and all(p.is_floating_point() for p in model.parameters()),
     )  # fmt: skip
     names = {k: sorted({re.sub(r"layers\.\d+\.", "layers.*.", n) for n, _ in groups[k]}) for k in (True, False)}
     return optimizer, {"decay": names[True], "no_decay": names[False]}
@@ -372,6 +372,9 @@ class Run:
         self.optimizer, decay_groups = make_optimizer(self.model, s.lr, device, betas, decay)
         if checkpoint:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
+            for p, moments in self.optimizer.state.items():  # AdamW would read past the end of shorter ones
+                if any(getattr(moments.get(key), "shape", None) != p.shape for key in ("exp_avg", "exp_avg_sq")):
+                    raise InputError(f"{checkpoint['path']} has an optimizer state of other shapes than its model")
             torch.set_rng_state(checkpoint["rng"]["cpu"])
         self.val_loss = self.best["val_loss"]
         self.meta = {
@@ -399,9 +402,10 @@ class Run:
                 if self.step:
                     data.note(f"warning: the log of {self.folder} is gone: a new one begins after step {self.step}")
             self.log = report.Log(self.folder, self.start, keep=self.step if goes_on else None)
-            logged = report.read_log(log)[-1]["step"] if goes_on else self.step
-            if self.step - logged > s.log_every:
-                data.note(f"warning: {log} ends at step {logged}: tables bridge what it lacks up to step {self.step}")
+            events = report.read_log(log) if goes_on else [{"step": self.step}]
+            ends, logs_every = events[-1]["step"], events[0].get("settings", {}).get("log_every", 0)
+            if self.step - ends > max(s.log_every, logs_every):
+                data.note(f"warning: {log} ends at step {ends}: tables bridge what it lacks to step {self.step}")
         ran = report.provenance(self.device, world)
         self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
         if goes_on:
