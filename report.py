@@ -993,7 +993,8 @@ def power_laws(groups):
             if late := late_losses(events):
                 found.setdefault(":".join([model, *options]), []).append((events[0]["params"]["total"], late))
     for name in sorted(found, key=lambda name: name != "pam"):
-        if len({n for n, _ in found[name]}) > 1:
+        sizes = [n for n, _ in found[name]]
+        if max(sizes) > 1.1 * min(sizes):  # not variants of one size
             for quantity, scale in (("loss", float), ("perplexity", math.exp)):
                 points = sorted((n, *late_metric(map(scale, late))) for n, late in found[name])
                 sizes, means, sigmas = zip(*points)
