@@ -121,6 +121,14 @@ def read_log(path):
     return events
 
 
+def read_logs(paths):
+    """{path: read_log(path)}, with each path in its header, for messages."""
+    logs = {path: read_log(path) for path in paths}
+    for path, (header, *_) in logs.items():
+        header["path"] = str(path)
+    return logs
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What the papers print
 
@@ -1183,6 +1191,15 @@ def task_report(logs):
 # Command line
 
 
+def tables_and_figures(logs):
+    """task_report or training_report of logs of one kind. Raises InputError, also for a log that lacks a value."""
+    try:
+        return (task_report if "task" in logs[0][0]["settings"] else training_report)(logs)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+        what = f"{type(e).__name__}: {e}"
+        raise InputError(f"a log lacks a value ({what}): it is damaged, or of another version") from None
+
+
 def find_logs(run):
     """What a RUN on the command line names: a log, a run folder, or all in a folder of these."""
     path = Path(os.path.expanduser(run))
@@ -1205,10 +1222,8 @@ def main():
     target = Path(os.path.expanduser(args.out or ""))
     one_figure = target.suffix.lower() in FORMATS
     out = None if args.out is None else target.parent if one_figure else parse_out(args.out)
-    found = {run: {path: read_log(path) for path in find_logs(run)} for run in args.runs}
+    found = {run: read_logs(find_logs(run)) for run in args.runs}
     by_path = {path: events for logs in found.values() for path, events in logs.items()}
-    for path, (header, *_) in by_path.items():
-        header["path"] = str(path)
     tasks, *both = {"task" in events[0]["settings"] for events in by_path.values()}
     if both or (tasks and args.forest):
         raise InputError("logs of tasks.py go neither into one report with those of train.py, nor into --forest")
@@ -1220,11 +1235,7 @@ def main():
             raise InputError("two folders have one name, by which --forest groups: rename one")
         text, figures = "", {target.name: partial(plot_forest, folders)}
     else:
-        try:
-            text, figures = (task_report if tasks else training_report)([*by_path.values()])
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
-            what = f"{type(e).__name__}: {e}"
-            raise InputError(f"a log lacks a value ({what}): it is damaged, or of another version") from None
+        text, figures = tables_and_figures([*by_path.values()])
     if one_figure and not args.forest:
         ours = f"plot_{target.stem.partition('-')[0]}" in globals()  # a name of ours, or one of the user's own
         name = f"{target.stem}.png" if ours or tasks else "curves.png"

@@ -42,6 +42,8 @@ from report import markdown
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
 PAM_SIZES = ("5m", "10m", "25m", "50m", "100m")  # PAM table 1
 FORMAT = "nanohilbert-1"  # of checkpoints
+PARTS = {"meta": dict, "optimizer": dict, "best": dict, "step": int,
+         "spec": str, "size": str, "config": dict, "data": dict, "settings": dict}  # of a checkpoint and its meta
 IMPORTED, FILES = {}, {}  # of files that the command line names: FILE.py:CLASS -> class, FILE.py -> (path, SHA-256)
 READ = {int: int, float: float, str: str, bool: lambda text: bool(["False", "True"].index(text))}  # a setting, by type
 PREFILL = 1024  # tokens of a text that are read in one pass
@@ -358,7 +360,11 @@ def read_file(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # a pickle can run code
         if checkpoint["format"] != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        return checkpoint | {"meta": json.loads(checkpoint["meta"]), "path": str(path)}
+        meta = json.loads(checkpoint["meta"])
+        kinds = {key: type(x) for key, x in {**checkpoint, **meta, "meta": meta}.items()}
+        if any(kinds[key] is not kind for key, kind in PARTS.items()):
+            raise ValueError("an entry has another type")
+        return checkpoint | {"meta": meta, "path": str(path)}
     except MemoryError:
         raise
     except FileNotFoundError:

@@ -376,7 +376,7 @@ def is_finished(out, s):
 
 def finished_logs(out, protocol):
     """The logs of the finished runs of the folder `out` that have this protocol."""
-    logs = [report.read_log(path) for path in sorted(out.glob("*/log.jsonl"))]
+    logs = report.read_logs(sorted(out.glob("*/log.jsonl"))).values()
     return [events for events in logs if events[-1]["event"] == "final" and report.protocol(events) == protocol]
 
 
@@ -461,7 +461,7 @@ def main():
                     raise
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
         logs = finished_logs(out, alike)
-        text, figures = report.task_report(logs)
+        text, figures = report.tables_and_figures(logs)
         shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
         report.show_report(shown, figures, out, text)
 

@@ -3246,6 +3246,10 @@ TRAIN_FAULTS = [  # (what the one line must say, arguments before those that fol
     ("run/log.jsonl is not a log", RESUME, "--stop_at 2", write("run/log.jsonl", lambda *_: b"{}\n")),
     ("run/log.jsonl is not a log", RESUME, "", write("run/log.jsonl", lambda *_: b"\0")),
     ("or of other origin", [], "--resume a.pt", lambda: torch.save({"model": {}, "step": 3}, "a.pt")),
+    *[("another type", [], "--resume run/last.pt", partial(resave, lambda whole, meta, key=key: (
+        whole if key in ("step", "optimizer", "best") else meta).update({key: None})))
+      for key in ("step", "optimizer", "best", "spec", "size", "config", "data", "settings")],
+    ("or of other origin", [], "--resume run/last.pt", lambda: resave(lambda _, meta: meta.pop("spec"))),
     ("cut short, damaged, or of other", [], "--resume a.pt", write("a.pt", lambda _, whole: whole[: len(whole) // 2])),
     ("a.pt is no checkpoint", [], "--resume a.pt", lambda: torch.save({"meta": RunsCode()}, "a.pt")),
     ("its bytes are not those that were written", NEW, "--init_from a.pt", zip_bomb),
@@ -5040,13 +5044,19 @@ def test_logs_that_do_not_fit_are_named(program, short_tasks):
     """Damaged ones; and those that do not go into one report."""
     header, *rest = tasks.train(tasks.Settings("rnn", "mod3", 42, 1, 16, [4, 6], 64, 1e-3), [42], CPU)[0]
     other = [e | {"acc": 0.1} if e["event"] == "eval" else e for e in rest]
-    for name, epochs, events in [("a", 1, rest), ("b", 2, rest), ("other", 1, other), ("unfinished", 1, rest[:-1])]:
+    lacks = [{key: value for key, value in e.items() if key != "acc"} for e in rest]
+    for name, epochs, events in [
+        ("a", 1, rest), ("b", 2, rest), ("other", 1, other), ("unfinished", 1, rest[:-1]), ("damaged/x", 1, lacks),
+        ("twice/x", 1, rest), ("twice/y", 1, other),
+    ]:  # fmt: skip
         settings = header["settings"] | {"epochs": epochs}
         report.write_log(Path(name, "log.jsonl"), [header | {"settings": settings}, *events])
     write_log(Path("text"), "hmamba", [8, 3])
     write_tree(Path("here/rnn-mod3-s42"), {"log.jsonl": b"{}\n"})
     for module, given, message in [
         (tasks, QUICK, "rnn-mod3-s42"), (report, ["here/rnn-mod3-s42"], "rnn-mod3-s42"),
+        (tasks, [*QUICK, "--seeds", 7, "--out", "damaged"], "error: a log lacks a value (KeyError: 'acc')"),
+        (tasks, [*QUICK, "--seeds", 7, "--out", "twice"], "with seed 42, twice/x/log.jsonl and twice/y/log.jsonl: name one"),
         (report, ["a", "b"], "epochs is 1 and 2"), (report, ["other", "a"], "of rnn with seed 42, other and a"),
         (report, ["unfinished"], "not finished"),
         (report, ["text", "a"], "neither into one report with those of train.py"),
