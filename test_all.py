@@ -1213,11 +1213,15 @@ def test_parameter_counts():
 def test_pam_sizes_are_those_of_table_1():
     """PAM table 1 at the GPT-2 vocabulary: parameters within 1 %, SAM within 0.5 % of PAM, states of one size. The
     Transformer (IV.3, matched dense) has PAM's layers, and its parameters within 0.1 %."""
+    blocks = {"5m": 1.69, "10m": 1.57, "25m": 1.53, "50m": 1.30, "100m": 1.17}  # PAPERS.md: SAM's over PAM's
     for size, millions in {"5m": 4.98, "10m": 9.9, "25m": 25.0, "50m": 49.6, "100m": 99.9}.items():
         models = [on_meta(name, size, V=50257) for name in ("pam", "sam", "transformer")]
         total, twin, dense = (model.num_params()["total"] for model in models)
         assert total == pytest.approx(1e6 * millions, rel=0.01), size
         assert twin == pytest.approx(total, rel=0.005) and dense == pytest.approx(total, rel=1e-3), size
+        counts = [model.num_params() for model in models[:2]]
+        own, twins = (x["total"] - x["embedding"] for x in counts)
+        assert twins / own == pytest.approx(blocks[size], abs=0.005), size
         assert len(models[2].layers) == len(models[0].layers) and 3 < models[2].config.mlp / models[2].config.D < 5
         states = [[sum(x.numel() for x in tensors(layer)) for layer in m.init_state(1)] for m in models[:2]]
         assert states[0] == states[1]
