@@ -375,9 +375,10 @@ def is_finished(out, s):
 
 
 def finished_logs(out, protocol):
-    """The logs of the finished runs of the folder `out` that have this protocol."""
-    logs = report.read_logs(sorted(out.glob("*/log.jsonl"))).values()
-    return [events for events in logs if events[-1]["event"] == "final" and report.protocol(events) == protocol]
+    """(logs of the finished runs of the folder `out` that have this protocol, how many finished ones have others)."""
+    logs = [log for log in report.read_logs(sorted(out.glob("*/log.jsonl"))).values() if log[-1]["event"] == "final"]
+    alike = [log for log in logs if report.protocol(log) == protocol]
+    return alike, len(logs) - len(alike)
 
 
 def run_group(group, out, device):
@@ -443,7 +444,7 @@ def main():
     alike = report.protocol([{"settings": asdict(groups[0][0])}])
     with data.hold(out):
         missing = [[s for s in group if not is_finished(out, s)] for group in groups]
-        for (s, *_), (header, *_) in product(groups, finished_logs(out, alike)):
+        for (s, *_), (header, *_) in product(groups, finished_logs(out, alike)[0]):
             ours, theirs = ([*map(report.spec_label, (x["task"], x["model"]))] for x in (asdict(s), header["settings"]))
             if ours == theirs:  # they are to stand in one row
                 check_settings(out, header, s)
@@ -460,7 +461,10 @@ def main():
                     data.note(f"stopped; finished runs are kept in {out}: the same command begins the others anew")
                     raise
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
-        logs = finished_logs(out, alike)
+        logs, others = finished_logs(out, alike)
+        if others:
+            note = f"the tables leave out {others} finished runs of other settings in {out}"
+            data.note(f"{note}: a new --out keeps the tables of both")
         text, figures = report.tables_and_figures(logs)
         shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all
         report.show_report(shown, figures, out, text)

@@ -1539,6 +1539,23 @@ def test_parts_of_the_host(spec):
         assert (block(x, block.init_state(2))[0] - x).abs().amax() > 1e-3
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("gate", ["sigmoid", "none"])
+def test_h_mamba_without_its_clamp(gate, monkeypatch):
+    """results/tasks-lm/variants.py: H-Mamba, bit for bit, until a step size passes 0.1."""
+    monkeypatch.setattr(sample, "FILES", {})  # another variants.py is known
+    spec = f"{ROOT}/results/tasks-lm/variants.py:HMambaUnclamped:gate={gate}"
+    model, parent, idx = make(sample.import_models(spec)), make(f"hmamba:gate={gate}"), text_batch(2, 12)
+    for steps in (0.09, 0.2):
+        for layer in model.layers:
+            layer.param_proj.weight[-4:], layer.param_proj.bias[-4:] = 0, math.log(math.expm1(steps))  # dt, by head
+        parent.load_state_dict(model.state_dict())
+        whole = model(idx)[0]
+        assert torch.equal(whole, parent(idx)[0]) == (steps < 0.1)
+    first, _, state = model(idx[:, :5])
+    torch.testing.assert_close(torch.cat((first, model(idx[:, 5:], state=state)[0]), 1), whole, rtol=0, atol=1e-4)
+
+
 def test_mamba_is_the_published_one():
     """Against logits of the last position, and the loss, of transformers 5.24.0 and mambapy 1.2.0, which agree to 4e-7,
     for weights by a formula. The names of the parameters are theirs too."""
@@ -4927,7 +4944,8 @@ def test_finished_runs_are_kept_and_tabled(program, short_tasks, no_figures, mon
     assert json.loads(unfinished.read_text().splitlines()[-1])["event"] == "final"
     # What a later model of the list says of its folder is told before the first is trained.
     assert_refused(program(tasks, *QUICK, "--model", "complex-rnn,rnn", "--lr", 2e-3), "lr 0.001 there, 0.002 here")
-    code, out, _ = program(tasks, *QUICK, "--lr", 2e-3, "--seeds", "7")
+    code, out, err = program(tasks, *QUICK, "--lr", 2e-3, "--seeds", "7")
+    assert "the tables leave out 8 finished runs of other settings in here" in err
     assert code == 0 and seeds_of(out) == {"rnn": "1"} == seeds_of(Path("here/tables.md").read_text())
 
 
