@@ -6,15 +6,13 @@ A run's loss is over the whole validation split. A token counts as many bytes as
 """
 
 import sys
-from itertools import pairwise
 
 from merges import data, use_merges  # first: it finds the files of the repository
 
-from report import final_loss, interval_text, markdown, range_text, read_log
+import report
 
-WIDTH = 88  # of SAM, where its blocks have the parameters of PAM's
+WIDTH = 88  # of SAM, where its blocks have PAM's parameters within 3 %; at 256 the totals are equal too
 EQUAL = "SAM, equal blocks", "SAM, equal total"
-NAMES = "PAM", *EQUAL
 
 
 def bytes_a_token(text, V):
@@ -26,39 +24,28 @@ def bytes_a_token(text, V):
     return len(data.gpt2_encoding().decode_bytes(tokens)) / len(tokens)
 
 
-def minus(values, others):
-    return {seed: value - others[seed] for seed, value in values.items() if seed in others}
-
-
-def shown(by_seed):
-    return interval_text([*by_seed.values()], "+") if by_seed else "-"
-
-
 def main():
     text, *paths = sys.argv[1:]
     groups = {}  # (V, rate) -> model -> seed -> events
     for path in paths:
-        events = read_log(path)
+        events = report.read_log(path)
         c, s = events[0]["config"], events[0]["settings"]
-        model = EQUAL[c["width"] != WIDTH] if "width" in c else "PAM"
-        groups.setdefault((c["V"], s["lr"]), {}).setdefault(model, {})[s["seeds"]] = events
-    losses, gaps = [], {}  # gaps: (V, rate) -> SAM -> seed -> PAM minus it
+        names = ("PAM",) if "width" not in c else EQUAL if c["V"] == 256 else EQUAL[c["width"] != WIDTH :][:1]
+        for name in names:
+            report.add_run(groups.setdefault((c["V"], s["lr"]), {}), name, s["seeds"], events)
+    losses, gaps = [], []
     for (V, rate), models in sorted(groups.items()):
         size = bytes_a_token(text, V)
-        bits = {}
-        for name in NAMES:
-            bits[name] = {seed: final_loss(events) / size for seed, events in models.get(name, {}).items()}
-        losses.append([V, rate, f"{size:.3f}", *(range_text(runs.values(), 3) for runs in bits.values())])
-        gaps[V, rate] = {name: minus(bits["PAM"], bits[name]) for name in EQUAL}
-    changes = {}
-    for (W, other), (V, rate) in pairwise(sorted(gaps, key=lambda key: key[::-1])):
-        if rate == other:
-            changes[f"{V} - {W}", rate] = {name: minus(gaps[V, rate][name], gaps[W, rate][name]) for name in EQUAL}
+        runs = [models.get(name, {}) for name in ("PAM", *EQUAL)]
+        bits = [{seed: report.final_loss(events) / size for seed, events in of_model.items()} for of_model in runs]
+        losses.append([V, rate, f"{size:.3f}", *(report.range_text(x.values(), 3) for x in bits)])
+        both = [[x - others[seed] for seed, x in bits[0].items() if seed in others] for others in bits[1:]]
+        gaps.append([V, rate, *(report.interval_text(found, "+") if found else "-" for found in both)])
     note = "Bits a byte of the whole validation split: mean over the seeds, in brackets the lowest and the highest."
-    print(markdown(["vocabulary", "rate", "bytes a token", *NAMES], losses, "## Losses by vocabulary", note))
+    head = ["vocabulary", "rate", "bytes a token", "PAM", *EQUAL]
+    print(report.markdown(head, losses, "## Losses by vocabulary", note))
     note = "Bits a byte, paired by seed; +- half of the 95 % interval (Student's t). Above 0 SAM leads."
-    rows = [[*key, *map(shown, of_key.values())] for key, of_key in (gaps | changes).items()]
-    print("\n" + markdown(["vocabulary", "rate", *EQUAL], rows, "## PAM minus SAM, and its change", note))
+    print("\n" + report.markdown(["vocabulary", "rate", *EQUAL], gaps, "## PAM minus SAM", note))
 
 
 if __name__ == "__main__":
