@@ -4376,7 +4376,7 @@ def test_phases_are_those_of_the_state(spec):
 def test_phases_over_a_text(program, drawn, tmp_path):
     """A picture a run, with the characters beside it; whitespace and no characters are shown; $ is no formula."""
     for spec in ("hmamba:D=8:L=5:H=5:N=2", "mamba:D=8:L=1", "pam:L=4:D=8:H=1:d=4:window=3"):
-        model = save_untrained(tmp_path / spec[:5] / "best.pt", spec, {})
+        model = save_untrained(tmp_path / spec[:5] / "best.pt", spec, {"size": "tiny", "data": {}, "settings": {}})
     runs = "hmamb", "mamba", "pam:L"
     assert program(diagnose, "hmamb", "--prompt", "\udcff", "--out", "figures")[0] == 0  # a byte that is not UTF-8
     code, out, err = program(diagnose, *runs, "--prompt", "$a$ \u00fc\n\u4e2d", "--out", "figures")
