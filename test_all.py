@@ -5,9 +5,9 @@ Groups: kernels against their references, models, data and its faults, training,
 """
 
 import argparse
+import codecs
 import colorsys
 import contextlib
-import codecs
 import copy
 import csv
 import dataclasses
@@ -3492,8 +3492,8 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_figures, no_cu
     assert issubclass(model_class, htransformer.HTransformer) and (config.D, config.score) == (512, "softmax")
     assert sample.import_models("lib/mine.py:Wide", (csp.Model,)) == "mine.py:Wide"
     Path("lib/more.py").write_text("from dataclasses import dataclass\nimport htransformer as h\n@dataclass\n"
-                                   "class More(h.HTransformerConfig):\n    extra: float = 0.0\n    score: str = 'softmax'\n"
-                                   "class Mine(h.HTransformer):\n    Config = More\n")
+                                   "class More(h.HTransformerConfig):\n    extra: float = 0.0\n"
+                                   "    score: str = 'softmax'\nclass Mine(h.HTransformer):\n    Config = More\n")
     assert sample.import_models("lib/more.py:Mine") == "more.py:Mine"  # sizes of the parent, with what its Config adds
     _, config = sample.parse_spec("more.py:Mine:extra=2", "small", 256)
     assert (config.D, config.extra, config.score) == (512, 2, "softmax")
@@ -3602,7 +3602,8 @@ def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row
 SOUND = {  # what a user may do as well: (what is replaced in the example)
     "heeds checkpointing": [("x, states =", "assert self.checkpointing in (True, False)\n        x, states =")],
     "layers is a property": [("self.layers =", "self.blocks ="),
-                             ("def init_state", "layers = property(lambda self: [*self.blocks])\n\n    def init_state")],
+                             ("def init_state", "layers = property(lambda self: [*self.blocks])\n\n"
+                                                "    def init_state")],
     "L fits another setting": [("L: int = 2", "L: int = 6\n    kinds: str = 'ababab'\n\n    def __post_init__(self):\n"
                                               "        assert len(self.kinds) == self.L")],
     "reads values as it is made": [("import dataclass", "import dataclass\nimport torch"),
@@ -3903,8 +3904,9 @@ def test_report_refuses(program):
     shutil.copytree("a", "in/a")
     log, different = Path("a/log.jsonl").read_text(), "have different configurations: name those of one"
     for name, text in {"both": 2 * log, "empty": "", "list": "[1]\n", "other": '{"event": "val", "step": 1}\n',
-                       "keys": log.replace('"steps"', '"x"'), "null": '{"event": "header", "settings": null, "step": 0, '
-                       '"data": {}, "params": {}}',                        "garbled": log.replace('"layers": [', '"layers": [null, ')}.items():  # fmt: skip
+                       "keys": log.replace('"steps"', '"x"'),
+                       "null": '{"event": "header", "settings": null, "step": 0, "data": {}, "params": {}}',
+                       "garbled": log.replace('"layers": [', '"layers": [null, ')}.items():  # fmt: skip
         Path(name).write_text(text)
     for argv, message in (
         ("a twice", "two runs of hmamba with seed 1, a and twice: name one of them"),
@@ -3912,7 +3914,7 @@ def test_report_refuses(program):
         ("both", "both holds the logs of several runs"), ("keys", "a log lacks a value (KeyError: 'steps')"),
         ("garbled", "a log lacks a value (TypeError: "),
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
-        ("list", "its first line is no header"), ("null", "its first line is no header"), ("other", "its first line is no header"),
+        *((name, "its first line is no header") for name in ("list", "null", "other")),
         ("a --forest --out all.png", "no two models of these runs"), ("a in/a --forest --out b.png", "have one name"),
         ("a a/ --forest --out b.png", "no two models"),
         ("a --forest", "--forest draws one figure"), ("a --csv .", "cannot write --csv ."),
@@ -4153,7 +4155,8 @@ def test_scaling(tmp_path, drawn):
             yield write_epochs(folder, name.format(total), total, late, **settings)
 
     logs = [*sweep("sam:D={}", -0.12, factor=8), *sweep("pam:D={}", -0.15), *sweep("pam:qk=unit:D={}", -0.1)]
-    alone, begun = sweep("transformer:D={}", -0.2, [10**6, 10**6 + 10**4]), next(sweep("pam:D={}", -0.15, [10**5], seeds="2"))[:8]
+    alone = sweep("transformer:D={}", -0.2, [10**6, 10**6 + 10**4])
+    begun = next(sweep("pam:D={}", -0.15, [10**5], seeds="2"))[:8]
     text, figures = report.training_report([*logs, *alone, begun])
     figures["scaling.png"](tmp_path / "scaling.png")
     rows = re.findall(r"\| loss \| (\S+) \| (\d) \| (\d) \| (\S+) \+- 0\.000 (\S*) ?\| (.*) \|", text)
@@ -4987,8 +4990,8 @@ TASK_FAULTS = [
         ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 14)"),
         ("LATE", "at length 16 no position is scored"), ("INT32", "int64 and (n, length) each"),
         ("LONG", "rnn on toy.py:LONG: ZeroDivisionError"),  # at the longest length alone
-        ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LATE, INT32, LAST, FULL, NARROW, FEW, NONE, LONG, ONE, THREE; "
-                 "did you mean LAST?"),
+        ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LATE, INT32, LAST, FULL, NARROW, FEW, NONE, LONG, ONE, "
+                 "THREE; did you mean LAST?"),
         ("THREE", "toy.py:THREE is no Task\n"))),
     ("--model csp", "unknown model 'csp'; known: csp-vanilla"),
     *((f"--model {spec}", message) for spec, message in (
@@ -5078,7 +5081,7 @@ def test_logs_that_do_not_fit_are_named(program, short_tasks):
     for module, given, message in [
         (tasks, QUICK, "rnn-mod3-s42"), (report, ["here/rnn-mod3-s42"], "rnn-mod3-s42"),
         (tasks, [*QUICK, "--seeds", 7, "--out", "damaged"], "error: a log lacks a value (KeyError: 'acc')"),
-        (tasks, [*QUICK, "--seeds", 7, "--out", "twice"], "with seed 42, twice/x/log.jsonl and twice/y/log.jsonl: name one"),
+        (tasks, [*QUICK, "--seeds", 7, "--out", "twice"], "seed 42, twice/x/log.jsonl and twice/y/log.jsonl: name one"),
         (report, ["a", "b"], "epochs is 1 and 2"), (report, ["other", "a"], "of rnn with seed 42, other and a"),
         (report, ["unfinished"], "not finished"),
         (report, ["text", "a"], "neither into one report with those of train.py"),
@@ -5410,10 +5413,26 @@ def test_results_are_what_the_logs_say(program, name, monkeypatch):
     assert f"\n## {name}\n" in FINDINGS and f"({name}/tables.md)" in FINDINGS
 
 
+@pytest.mark.parametrize("folder", ["", "/rates"])
+def test_bits_a_byte_are_what_the_logs_say(folder, monkeypatch, capsys):
+    """results/pam-tokens/vocabulary, but for the bytes a token, which the text says."""
+    here = ROOT / "results/pam-tokens/vocabulary"
+    monkeypatch.syspath_prepend(here)
+    per_byte, expected = importlib.import_module("per_byte"), (Path(f"{here}{folder}") / "tables.md").read_text()
+    sizes = dict(re.findall(r"^\| (\d+) \| 0\.\d+ \| (\d\.\d+) \|", expected, re.MULTILINE))
+    monkeypatch.setattr(per_byte, "bytes_a_token", lambda _, V: float(sizes[str(V)]))
+    of_bytes = [] if folder else ROOT.glob("results/pam/?am_D_64_H_2-s?.jsonl")
+    monkeypatch.setattr(sys, "argv", ["", "text", *map(str, [*Path(f"{here}{folder}").glob("*.jsonl"), *of_bytes])])
+    per_byte.main()
+    texts = capsys.readouterr().out, expected
+    found, expected = ([float(x) for x in re.findall(r"[+-]?\d+\.?\d*", text)] for text in texts)
+    assert found == pytest.approx(expected, abs=0.002) and len(found) > 40  # sizes in three decimals
+
+
 def test_numbers_are_those_of_the_tables():
     """Tables within markers and numbers with an interval are in a folder's tables.md; factors in bench_cpu.md."""
     marked = re.findall(r"<!-- (results/\S+) -->\n(.*?)\n<!-- end -->", FINDINGS, re.DOTALL)
-    assert len(marked) == 11 and all(table in TABLES[name] for name, table in marked)
+    assert len(marked) == 12 and all(table in TABLES[name] for name, table in marked)
     for mean, low, high in re.findall(r"(\d\.\d+) \[(\d\.\d+), (\d\.\d+)\]", "".join(TABLES.values())):
         assert float(low) <= float(mean) <= float(high)
     numbers = re.findall(r"(\d\.\d+) (\+- \d\.\d+|\[\d\.\d+, \d\.\d+\])", README + FINDINGS)
