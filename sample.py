@@ -23,8 +23,7 @@ import traceback
 import typing
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Sized
-from contextlib import suppress
+from collections.abc import Sized
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -218,74 +217,58 @@ def without_gradient(model):
     return [f"parameters without a gradient: {', '.join(unused)}"] * bool(unused)
 
 
-def interface_faults(model, seq):
-    """[] or [what is wrong with a part of the model that train.py asks for, but its steps do not]."""
-    faults = (
-        fault_of("config", lambda: json.dumps(asdict(model.config)))  # for checkpoints and logs
-        or fault_of("num_params", lambda: json.dumps([model.num_params(), model.num_params()["total"] + 0]))
-        or fault_of("flops_per_token", lambda: json.dumps(model.flops_per_token(seq) + 0))
-        or fault_of("NO_DECAY", lambda: tuple(model.NO_DECAY))
-    )
-    layers, modules = model.layers, {*map(id, model.modules())}
-    is_list = isinstance(layers, Iterable) and isinstance(layers, Sized) and {*map(id, layers)} <= modules
-    if isinstance(model.NO_DECAY, str):
-        faults = faults or ["NO_DECAY is a text, not a tuple of texts"]
-    return faults or ["layers is no list of the model's own modules"] * (not is_list)
-
-
-def fault_of(part, use):
-    """[] or [what the function `use` of a part of a model raises]."""
-    try:
-        use()
-    except Exception as e:  # whatever a model does
-        if is_out_of_memory(e):
-            raise
-        return [f"its {part}: {reason(e)}"]
-    return []
-
-
 def step_faults(model_class, config, device="cpu", checkpointing=False, longest=8):
-    """[] or [what is wrong with a model]. A copy with at most 4 layers takes a training step of 1 x 8 tokens. If it is
-    of a file, it also reads a text in pieces and two of the length `longest`, and one is built anew from its config and
-    weights. The random numbers go on as if nothing had been."""
-    x = torch.arange(8, device=device)[None] % config.V
+    """[] or [the first fault of a model]. A copy with 4 layers, if it can have so few, takes a training step of 1 x 8
+    tokens. A model of a file must also keep the rest of the contract. The random numbers go on as they would have."""
+    x, part = torch.arange(8, device=device)[None] % config.V, ""
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
-        with suppress(Exception):  # there may be no L, or one that fits other settings
-            config = replace(config, L=min(config.L, 4))
         try:
-            model = model_class(config).to(device)
-            model.checkpointing = checkpointing
-            if faults := interface_faults(model, longest):
-                return faults
+            try:
+                model = model_class(replace(config, L=min(config.L, 4)))
+            except Exception:  # there may be no L, or one that fits other settings
+                model = model_class(config)
+            model.to(device).checkpointing = checkpointing
             logits, loss, _ = model(x, x)
             if (shape := tuple(logits.shape)) != (1, 8, config.V):
-                return [f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})"]
+                raise ValueError(f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})")
             if loss.dim() or not loss.isfinite():
-                return ["a loss that is no finite number: the mean in nats a token"]
+                raise ValueError("a loss that is no finite number: the mean in nats a token")
             loss.backward()
-            if faults := without_gradient(model):
+            if (faults := without_gradient(model)) or not isinstance(model, Defaults):
                 return faults
-            if isinstance(model, Defaults):
-                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    whole, state = model.eval()(x)[0], model.init_state(1)
-                    first, _, state = model(x[:, :4], state=state)
-                    second, _, state = model(x[:, 4:7], state=state)
-                    third, _ = model.step(x[:, 7], state)
+            part = "its config: "  # for checkpoints and logs, as are the two behind it
+            saved = json.dumps(asdict(model.config))
+            part = "its num_params: "
+            json.dumps([model.num_params(), model.num_params()["total"] + 0])
+            part = "its flops_per_token: "
+            json.dumps(model.flops_per_token(longest) + 0)
+            part = "its NO_DECAY: "
+            if isinstance(model.NO_DECAY, str) or not all(isinstance(name, str) for name in model.NO_DECAY):
+                raise ValueError("no tuple of texts")
+            part, layers = "its layers: ", model.layers
+            if not isinstance(layers, Sized) or not {*map(id, layers)} <= {*map(id, model.modules())}:
+                raise ValueError("no list of the model's own modules")
+            part = "its state: "
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                whole, loss, _ = model.eval()(x, x)
+                first, _, state = model(x[:, :4], state=model.init_state(1))
+                second, _, state = model(x[:, 4:7], state=state)
+                third, _ = model.step(x[:, 7], state)
                 if not torch.allclose(torch.cat((first, second, third[:, None]), 1), whole, rtol=0.01, atol=0.01):
-                    return ["in pieces, with the state carried on, a text has other logits"]
-
-                def load_again():
-                    again = model_class(model_class.Config(**json.loads(json.dumps(asdict(model.config)))))
-                    again.load_state_dict(model.state_dict())
-                    again.to(device).eval()(x)
-
-                with torch.no_grad():
-                    faults = fault_of("checkpoint, once loaded", load_again)
-                    return faults or fault_of(f"length {longest}", lambda: model(x[:, :1].expand(2, longest)))
+                    raise ValueError("in pieces, with the state carried on, a text has other logits")
+                part, twice = "its loss: ", torch.cat((x, x))
+                if not torch.allclose(model(twice, twice)[1], loss, rtol=0.1):
+                    raise ValueError("of a text twice it is another: no mean over the batch")
+                part = "its checkpoint, once loaded: "
+                again = model_class(model_class.Config(**json.loads(saved)))
+                again.load_state_dict(model.state_dict())
+                again.to(device).eval()(x)
+                part = f"its length {longest}: "
+                model(x[:, :1].expand(2, longest))
         except Exception as e:  # whatever a model does
             if is_out_of_memory(e):
                 raise
-            return [reason(e)]
+            return [part + reason(e)]
     return []
 
 

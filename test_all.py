@@ -3544,12 +3544,11 @@ GRU_FAULTS = [  # what is said, of which class, and what is replaced in the exam
      ("return logits, loss", "return x, loss")),
     (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", "MyGRU", ("self.init_state", "self.begin")),
     ("a loss that is no finite number", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="none")')),
-    ("layers is no list of the model's own", "MyGRU",
-     ("self.layers", "self.x"), ("self.head =", "self.layers, self.head = 2,")),
-    ("layers is no list of the model's own", "MyGRU", ("nn.ModuleList", "list")),  # its gradients would pile up
-    *(("layers is no list of the model's own", "MyGRU",
+    ("its loss: of a text twice", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="sum")')),
+    ("layers: no list of the model's own", "MyGRU", ("nn.ModuleList", "list")),  # its gradients would pile up
+    *(("layers: no list of the model's own", "MyGRU",
        ("self.layers", "self.x"), ("self.head =", f"self.layers, self.head = {value},"))
-      for value in ("self.x.children()", "[[*self.x]]", "nn.ModuleDict({'x': self.x})")),
+      for value in ("2", "self.x.children()", "[[*self.x]]", "nn.ModuleDict({'x': self.x})")),
     *((f"its num_params: .*{fault}", "MyGRU",
        ("def init_state", f"def num_params(self):\n        return {value}\n\n    def init_state")) for fault, value in (
         ("KeyError: 'total'", {}), ("TypeError: .*NoneType", {"total": None}),
@@ -3559,10 +3558,11 @@ GRU_FAULTS = [  # what is said, of which class, and what is replaced in the exam
     ("its flops_per_token: ZeroDivisionError", "MyGRU",
      ("def init_state", "def flops_per_token(self, T):\n        return 9 / (T < 256)\n\n    def init_state")),
     ("its NO_DECAY: .*NoneType", "MyGRU", ("def init_state", "NO_DECAY = None\n\n    def init_state")),
-    ("NO_DECAY is a text", "MyGRU", ("def init_state", "NO_DECAY = ('head')\n\n    def init_state")),
+    ("its NO_DECAY: no tuple of texts", "MyGRU", ("def init_state", "NO_DECAY = ('head')\n\n    def init_state")),
     ("has SIZES that are not of its Config: .*'H'", "MyGRU",
      ("def init_state", "from hmamba import HMamba\n    SIZES = HMamba.SIZES\n\n    def init_state")),
-    ("its config: .*should be called on dataclass", "MyGRU", ("self.config = config", "self.config = vars(config)")),
+    ("its config: .*should be called on dataclass", "MyGRU",
+     ("self.config = config", "self.config = type('C', (), vars(config))")),
     ("its config: .*type is not JSON", "MyGRU", ("V: int = 256", "V: int = 256\n    act: type = nn.Tanh")),
     ("MyGRU: odd", "MyGRU:D=9",
      ("V: int = 256", "V: int = 256\n\n    def __post_init__(self):\n        assert self.D != 9, 'odd'")),
@@ -3609,6 +3609,8 @@ SOUND = {  # what a user may do as well: (what is replaced in the example)
     "reads values as it is made": [("import dataclass", "import dataclass\nimport torch"),
                                    ("self.config =", "self.rates = [x.item() for x in torch.linspace(0, 1, 3)]\n"
                                     "        self.config =")],
+    "a depth of its own": [("L: int = 2", "L: int = 6"),
+                           ("self.config =", "assert config.L == 6\n        self.config =")],
     "layers in a row": [("nn.ModuleList(nn.GRU(config.D, config.D, batch_first=True) for _ in range(config.L))",
                          "nn.Sequential(*[nn.GRU(config.D, config.D, batch_first=True) for _ in range(config.L)])")],
     "a complex parameter": [
