@@ -14,6 +14,7 @@ keys (htransformer). Real models have no phase.
 import codecs
 import math
 import os
+import re
 import statistics
 import sys
 from copy import deepcopy
@@ -146,6 +147,8 @@ def plot_repetition(curves, path):
 
 WORDNET_URL = "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/corpora/wordnet.zip"  # WordNet 3.0
 REPAIRINGS = 100  # shuffles of the control
+SYNSET = r"^(\d{8}) \d\d [nvasr] ([\da-f]{2}) (.*?) \| "  # offset, number of words in hex, words and pointers
+OPPOSITE = r" ! (\d{8}) ([nvasr]) ([\da-f]{2})([\da-f]{2})"  # a pointer between words, by their numbers in both synsets
 PARTS = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}  # of speech, in pointers: the file's name
 
 
@@ -174,38 +177,32 @@ def word_tokens(tokens, decode):
 def wordnet_pairs(folder):
     """Synonym and antonym pairs of WordNet (PAM section II) from its files data.noun, data.verb, data.adj and data.adv:
     two sets of (lemma, lemma) in alphabetical order, spaces for underscores. What is both is in neither."""
-    words, opposites = {}, []  # (part of speech, offset) -> lemmas; ((its synset, word number), (the other's))
+    words, synonyms, opposites = {}, set(), []  # words: {(part of speech, offset, number): lemma}; pairs of such keys
     for pos in dict.fromkeys(PARTS.values()):
         path = Path(folder) / f"data.{pos}"
         with explain(f"read WordNet's {path.name} (unzip {WORDNET_URL} and name its folder)"):
-            lines = path.read_text(encoding="latin-1").splitlines()
-        try:
-            for line in lines:
-                if line.startswith("  "):  # the licence
-                    continue
-                offset, _, _, count, *rest = line.partition(" | ")[0].split(" ")
-                end = 2 * int(count, 16)  # of the words, each with a number
-                words[pos, offset] = [word.partition("(")[0].replace("_", " ") for word in rest[:end:2]]
-                for symbol, target, of, places in zip(*[iter(rest[end + 1 :])] * 4):  # behind the number of pointers
-                    if symbol == "!":  # between words: their numbers in both synsets, in hex, from 1
-                        ends = int(places[:2], 16), int(places[2:], 16)
-                        opposites.append((((pos, offset), ends[0]), ((PARTS[of], target), ends[1])))
-        except (ValueError, LookupError):
-            raise InputError(f"{path} is no file of WordNet's: unzip {WORDNET_URL} and name its folder") from None
-    synonyms = {tuple(sorted(pair)) for lemmas in words.values() for pair in combinations(set(lemmas), 2)}
-    antonyms = {tuple(sorted(words[key][n - 1] for key, n in pair)) for pair in opposites}
+            synsets = re.findall(SYNSET, path.read_text(encoding="latin-1"), re.MULTILINE)
+        if not synsets:
+            raise InputError(f"{path} is no file of WordNet's: unzip {WORDNET_URL} and name its folder")
+        for offset, count, rest in synsets:
+            lemmas = [word.partition("(")[0].replace("_", " ") for word in rest.split(" ")[: 2 * int(count, 16) : 2]]
+            words |= {(pos, offset, f"{n:02x}"): lemma for n, lemma in enumerate(lemmas, 1)}
+            synonyms |= {tuple(sorted(pair)) for pair in combinations(set(lemmas), 2)}
+            for target, of, own, other in re.findall(OPPOSITE, rest):
+                opposites.append(((pos, offset, own), (PARTS[of], target, other)))
+    antonyms = {tuple(sorted(words[key] for key in pair)) for pair in opposites}
     antonyms = {(a, b) for a, b in antonyms if a != b}  # WordNet 3.0 opposes two meanings of "kern"
     return synonyms - antonyms, antonyms - synonyms
 
 
-def coherence_groups(embedding, untrained, pairs, ids, seed=1):
+def coherence_groups(embedding, untrained, pairs, ids):
     """Phase coherence of word pairs, beside shuffled pairs of the same words (PAM section II, figure 3).
 
     Args: embedding, untrained (V, D, 2); pairs {name: set of (word, word)}; ids {word: token}. Pairs with a word that
         is not in `ids` are dropped. A group "random" is added, as many pairs as the first group has, of all words.
     Returns: {name: dict} with n; words, how many there are; coherence and phase (n,); untrained, the mean coherence
         there; and shuffled, [mean coherence, near_zero] of REPAIRINGS shuffles of the second words."""
-    generator, tokens, found = torch.Generator().manual_seed(seed), {}, {}
+    generator, tokens, found = torch.Generator().manual_seed(1), {}, {}
     embedding, untrained = embedding.double(), untrained.double()  # once for all calls of phase_coherence
     for name, group in pairs.items():
         known = [[ids[a], ids[b]] for a, b in sorted(group) if a in ids and b in ids]
@@ -236,9 +233,8 @@ def coherence_table(groups):
         shuffled = f"{statistics.fmean(means):.4f} ({quantiles[0]:.4f}-{quantiles[-1]:.4f})"
         rows.append([name, g["n"], g["words"], f"{mean:.4f} +- {half:.4f}", shuffled, f"{g['untrained']:.4f}",
                      f"{near_zero(g['phase']):.3f}", f"{statistics.fmean(near):.3f}"])  # fmt: skip
-    head = ["pairs", "n", "words", "coherence", "shuffled (95 % of shuffles)", "untrained",
-            "phases within pi/4 of 0", "shuffled"]  # fmt: skip
-    return markdown(head, rows)
+    return markdown(["pairs", "n", "words", "coherence", "shuffled (95 % of shuffles)", "untrained",
+                     "phases within pi/4 of 0", "shuffled"], rows)  # fmt: skip
 
 
 def plot_coherence(groups, path):
@@ -287,9 +283,8 @@ def diagnose(folders, wordnet=None):
         figures[f"ranks-{name}.png"] = partial(plot_ranks, positions, *ranks, model.config.d)
 
         encode, decode = data.codec(model.config.V)
-        unit, split = "words", str.split
-        if s["tokens"] == "gpt2":
-            unit, split = "tokens", lambda text, encode=encode: encode(text.encode())
+        of_tokens = ("tokens", lambda text, encode=encode: encode(text.encode()))
+        unit, split = of_tokens if s["tokens"] == "gpt2" else ("words", str.split)
         repetition_table += [[name, unit, *row] for row in repetition_rows(events, windows, split, decode)]
         found = {e["step"]: repetitions([e["text"]], split) for e in events if e["event"] == "generated"}
         curves[f"{name} ({unit})"] = spec_label(s["model"]), found
@@ -326,6 +321,7 @@ def diagnose(folders, wordnet=None):
 
 DRAWN = {hmamba.HMamba: "state psi_t", htransformer.HTransformer: "turned keys k_t",
          pam.PAM: "diagonal S_jj of the memory S_t"}  # fmt: skip
+VISIBLE = str.maketrans(" \n\t\r", "\u2423\u21b5\u2192\u240d")
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS, MOST_ROWS = 64, 4, 4, 16  # in a picture; rows: complex numbers of a head
 
 
@@ -369,30 +365,27 @@ def plot_phases(z, labels, title, path):
             ax.tick_params(length=0)
             ax.grid(False)
         phase = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-math.pi, math.pi), "hsv")
-        bar = ax.figure.colorbar(phase, ax=axes, aspect=40, ticks=(-math.pi, 0, math.pi), pad=0.01)
-        bar.ax.set_yticklabels(("-pi", "0", "pi"))
-        bar.set_label("phase (hue)")
+        bar = ax.figure.colorbar(phase, ax=axes, aspect=40, pad=0.01, label="phase (hue)")
+        bar.set_ticks((-math.pi, 0, math.pi), labels=("-pi", "0", "pi"))
 
 
 def phases(folders, text):
     """(what is drawn, {file name: function that draws it}) of runs over the first tokens of a text, bytes."""
     lines, figures = [], {}
     for folder in folders:
-        model, meta = sample.load(folder)
+        name, (model, meta) = folder.name, sample.load(folder)
         encode, decode = data.codec(model.config.V)
         tokens = encode(text[: 64 * MOST_TOKENS])[:MOST_TOKENS]
         z = complex_states(model, torch.tensor([tokens]))
         if z is None:
-            lines.append(f"{folder.name}: {meta['spec']} has no phase that can be drawn")
+            lines.append(f"{name}: {meta['spec']} has no phase that can be drawn")
             continue
         what = next(what for model_class, what in DRAWN.items() if isinstance(model, model_class))
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character stands at its last byte
-        shown = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u2192", "\r": "\u240d"})
-        labels = [sample.printable(decoder.decode(decode(token))).translate(shown) for token in tokens]
-        title = f"{folder.name}: {what}, a row a complex number; hue: phase, brightness: root of the modulus"
-        figures[f"phases-{folder.name}.png"] = partial(plot_phases, z, labels, title)
-        checkpoint = f"{Path(meta['path']).name} of step {meta['step']}"
-        lines.append(f"{folder.name}, {checkpoint}: {what} over {len(tokens)} tokens")
+        labels = [sample.printable(decoder.decode(decode(token))).translate(VISIBLE) for token in tokens]
+        title = f"{name}: {what}, a row a complex number; hue: phase, brightness: root of the modulus"
+        figures[f"phases-{name}.png"] = partial(plot_phases, z, labels, title)
+        lines.append(f"{name}, {Path(meta['path']).name} of step {meta['step']}: {what} over {len(tokens)} tokens")
     return "\n".join(lines), figures
 
 
