@@ -5016,10 +5016,13 @@ def test_extras_end_no_task(program, short_tasks, no_figures, monkeypatch):
         assert content("here") == before
     monkeypatch.setattr(tempfile, "tempdir", os.path.abspath("elsewhere"))
     real, spare = report.replace_file, f": it is in {os.path.abspath('elsewhere')}/nanohilbert-{os.getpid()}\n"
+
+    def replace_file(path, write):
+        return os.write(-1, b"") if full in str(path) else real(path, write)
+
     for full, end in (("", "\n"), ("here/rnn-mod3-s7", spare)):  # every disk, or the one of this folder
         with monkeypatch.context() as patch:
-            patch.setattr(report, "replace_file",
-                          lambda path, write: os.write(-1, b"") if full in str(path) else real(path, write))  # noqa: B023
+            patch.setattr(report, "replace_file", replace_file)
             done = program(tasks, *QUICK, "--seeds", "7,8")
         assert_refused(done, "cannot write here/rnn-mod3-s7")
         assert "rnn on mod3, seeds 7,8" in done[1] and done[2].endswith(end) and ("it is in" in done[2]) == bool(full)
@@ -5209,39 +5212,29 @@ def test_rows_that_fail_stop_no_others():
 
 
 def test_a_step_of_a_peer(monkeypatch):
+    """It trains the peer; nanoGPT, which without targets scores the last position alone, is given them."""
+
     class GPT(torch.nn.Embedding):
-        """Like nanoGPT, which without targets returns the scores of the last position alone."""
+        def forward(self, idx, targets):
+            logits = super().forward(idx)
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-        def __init__(self, _):
-            super().__init__(256, 256)
-
-        def forward(self, idx, targets=None):
-            logits = super().forward(idx if targets is not None else idx[:, -1:])
-            return logits, targets is not None and F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    peer, found = torch.nn.Embedding(256, 256), []
-    nanogpt = types.SimpleNamespace(GPT=lambda c: found.append(GPT(c)) or found[0], GPTConfig=dict)
-    monkeypatch.setitem(sys.modules, "model", nanogpt)
-    before = peer.weight.detach().clone()
-    bench.training_step(peer, 1, 4, logits=lambda out: out)()
-    step = bench.train_nanogpt(1, 4)
-    fresh = found[0].weight.detach().clone()
-    step()
-    for model, start in ((peer, before), (found[0], fresh)):
+    models = GPT(256, 256), torch.nn.Embedding(256, 256)
+    monkeypatch.setitem(sys.modules, "model", types.SimpleNamespace(GPT=lambda _: models[0], GPTConfig=dict))
+    before = [model.weight.detach().clone() for model in models]
+    bench.train_nanogpt(1, 4)()
+    bench.training_step(models[1], 1, 4, logits=lambda out: out)()
+    for model, start in zip(models, before):
         assert not torch.equal(model.weight, start) and model.weight.grad is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_benchmark_tables(monkeypatch, device):
     """Median, extremes, ratio to the first that was measured round by round, rate, share of the ceiling."""
-
-    def child(threads, function, section, *rest):
-        if section == "ceiling":
-            return [("copy", "GB/s", {"copy": ([0.5], 2e9, 0)})]
-        return [("t", "GB/s", {"x": "failed: x", "a": ([1.0, 2.0, 4.0], 4e9, 2e9), "b": ([3.0, 2.0, 8.0], None, 5e8)}),
-                ("u", None, {"c": ([1.0], None, 0)})]  # fmt: skip
-
-    monkeypatch.setattr(bench, "in_child", child)
+    found = {"ceiling": [("copy", "GB/s", {"copy": ([0.5], 2e9, 0)})], "scan": [
+        ("t", "GB/s", {"x": "failed: x", "a": ([1.0, 2.0, 4.0], 4e9, 2e9), "b": ([3.0, 2.0, 8.0], None, 5e8)}),
+        ("u", None, {"c": ([1.0], None, 0)})]}  # fmt: skip
+    monkeypatch.setattr(bench, "in_child", lambda threads, function, section, *rest: found[section])
     args = argparse.Namespace(device=torch.device(device), threads=1, repeats=1)
     memory, (_, table, other) = device == "cuda", bench.tables(args, ["ceiling", "scan"])
     columns = ["candidate", "ms (min - max)", "time / first"]
@@ -5258,7 +5251,6 @@ def test_bench_program(program, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     table = "\n| what | n |\n| --- | --- |\n| a | 1 |\n| b |  |\n"
     assert program(bench)[:2] == (0, f"cpu\n\n### {','.join(bench.SECTIONS)}\n{table}")
-    assert {path.name for path in Path().iterdir()} == {"text.txt"}
     monkeypatch.setenv("HOME", os.getcwd())
     assert program(bench, "--out", "~/x.md", "--sections", "scan,born")[0] == 0
     assert Path("x.md").read_text() == f"cpu\n\n### scan,born\n{table}"
@@ -5268,7 +5260,7 @@ def test_bench_program(program, monkeypatch):
         assert_refused(program(bench, *argv), message)
     monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
     assert_refused(program(bench, "--out", "new.md"), "unknown NANOHILBERT_BACKEND 'tritn'")
-    assert not Path("new.md").exists()
+    assert {path.name for path in Path().iterdir()} == {"text.txt", "x.md"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
