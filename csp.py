@@ -411,8 +411,7 @@ class SignedMambaBlock(nn.Module):
         self.x_proj = Linear(E, R + 2 * N, bias=False)
         self.dt_proj = Linear(R, E)
         if config.transition == "fixed":
-            sign = 1 - 2 * (torch.arange(N) % 2)
-            self.A = nn.Parameter((sign * torch.arange(1, N + 1.0)).repeat(1, E, 1))
+            self.A = nn.Parameter(torch.tensor([(-1.0) ** n * (n + 1) for n in range(N)]).repeat(1, E, 1))
         else:
             self.W_a = Linear(E, E)
         self.D = nn.Parameter(torch.ones(1, 1, 1, E))
@@ -428,8 +427,7 @@ class SignedMambaBlock(nn.Module):
         u = F.silu(u)
         r, B, C = self.x_proj(u).split((cfg.dt_rank, cfg.N, cfg.N), -1)
         dt = F.softplus(self.dt_proj(r))
-        fixed = cfg.transition == "fixed"
-        rate, A = (dt, self.A) if fixed else (self.W_a(u), u.new_ones(len(u), cfg.E, 1))
+        rate, A = (dt, self.A) if cfg.transition == "fixed" else (self.W_a(u), u.new_ones(len(u), cfg.E, 1))
         y = SignedScan.apply(rate, A, dt * u, B, C)
         return x + self.out_proj((y + self.D * u) * F.silu(gate))
 

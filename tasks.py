@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import accumulate, permutations, product
+from itertools import accumulate, chain, permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -195,10 +195,8 @@ def check(spec, task, device, lengths):
                           f"{NOT_SCORED}, int64 and (n, length) each"]  # fmt: skip
             elif (drawn[1] == NOT_SCORED).all():
                 faults = [f"at length {n} no position is scored"]
-    except InputError:
-        raise
     except Exception as e:  # such as a backend that there is not, and whatever the code of a file does
-        if data.is_out_of_memory(e):
+        if isinstance(e, InputError) or data.is_out_of_memory(e):
             raise
         faults = [sample.reason(e)]
     if faults:
@@ -354,6 +352,12 @@ def log_path(out, s):
     return out / report.run_name(s.model, s.task, f"s{s.seed}") / "log.jsonl"
 
 
+def read_folder(out):
+    """({path: events} of the runs in the folder `out`, those of it that are finished)."""
+    logs = report.read_logs(sorted(out.glob("*/log.jsonl")))
+    return logs, {path: log for path, log in logs.items() if log[-1]["event"] == "final"}
+
+
 def check_settings(folder, header, s):
     """Raises InputError if a run of this folder has other settings, but for the seed, or files than s."""
     files = sample.file_hashes(s.task, s.model)
@@ -362,23 +366,6 @@ def check_settings(folder, header, s):
     if differs:
         changed = "; ".join(f"{key} {before.get(key)} there, {now[key]} here" for key in differs)
         raise InputError(f"{folder} holds a run of other settings ({changed}): give another --out, or remove it")
-
-
-def is_finished(out, s):
-    """Whether the folder `out` holds this run. Raises InputError if its log is damaged, or its settings were others."""
-    path = log_path(out, s)
-    if not path.exists():
-        return False
-    events = report.read_log(path)
-    check_settings(path.parent, events[0], s)
-    return events[-1]["event"] == "final"
-
-
-def finished_logs(out, protocol):
-    """(logs of the finished runs of the folder `out` that have this protocol, how many finished ones have others)."""
-    logs = [log for log in report.read_logs(sorted(out.glob("*/log.jsonl"))).values() if log[-1]["event"] == "final"]
-    alike = [log for log in logs if report.protocol(log) == protocol]
-    return alike, len(logs) - len(alike)
 
 
 def run_group(group, out, device):
@@ -438,32 +425,34 @@ def main():
     groups = []
     for task, spec in product(tasks, models):
         check(spec, task, device, {args.train_length, *lengths})  # now: a fault of the last would be found hours later
-        groups.append([Settings(spec, task, seed, *protocol) for seed in seeds])
+        runs = [Settings(spec, task, seed, *protocol) for seed in seeds]
+        together = issubclass(sample.find_class(spec, csp.MODELS | sample.MODELS), csp.Model)
+        groups += [runs] if together else [[s] for s in runs]
     with data.explain(f"write into {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    alike = report.protocol([{"settings": asdict(groups[0][0])}])
+    alike = report.protocol([{"settings": vars(groups[0][0])}])
     with data.hold(out):
-        missing = [[s for s in group if not is_finished(out, s)] for group in groups]
-        for (s, *_), (header, *_) in product(groups, finished_logs(out, alike)[0]):
-            ours, theirs = ([*map(report.spec_label, (x["task"], x["model"]))] for x in (asdict(s), header["settings"]))
-            if ours == theirs:  # they are to stand in one row
-                check_settings(out, header, s)
+        logs, finished = read_folder(out)
+        for s, (path, log) in product(chain(*groups), logs.items()):
+            ours, theirs = (p.parent.name.rpartition("-s")[0] for p in (log_path(out, s), path))
+            in_one_row = ours == theirs and report.protocol(log) == alike
+            if in_one_row or path == log_path(out, s):
+                check_settings(path.parent, log[0], s)
+        missing = [[s for s in group if log_path(out, s) not in finished] for group in groups]
         kept = sum(map(len, groups)) - sum(map(len, missing))
         if kept:
             data.note(f"finished runs kept in {out}: {kept}; a new --out trains anew")
-        for group in filter(None, missing):
-            model_class = sample.find_class(group[0].model, csp.MODELS | sample.MODELS)
-            together = len(group) if issubclass(model_class, csp.Model) else 1
-            for i in range(0, len(group), together):
-                try:
-                    run_group(group[i : i + together], out, device)
-                except KeyboardInterrupt:
-                    data.note(f"stopped; finished runs are kept in {out}: the same command begins the others anew")
-                    raise
+        try:
+            for group in filter(None, missing):
+                run_group(group, out, device)
+        except KeyboardInterrupt:
+            data.note(f"stopped; finished runs are kept in {out}: the same command begins the others anew")
+            raise
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
-        logs, others = finished_logs(out, alike)
-        if others:
-            note = f"the tables leave out {others} finished runs of other settings in {out}"
+        _, finished = read_folder(out)
+        logs = [log for log in finished.values() if report.protocol(log) == alike]
+        if len(logs) < len(finished):
+            note = f"the tables leave out {len(finished) - len(logs)} finished runs of other settings in {out}"
             data.note(f"{note}: a new --out keeps the tables of both")
         text, figures = report.tables_and_figures(logs)
         shown = text if len(logs) <= 12 else text.split("### Every seed")[0].rstrip()  # the file has all

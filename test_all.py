@@ -5084,10 +5084,10 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no
     Path("toy.py").write_text(TOY.replace("% 5", "% 4"))
     sample.FILES.clear()  # as another program
     assert_refused(program(tasks, *argv), "here/csp-fast_layers_1-LAST-s1 holds a run of other settings (toy.py")
-    assert_refused(program(tasks, *argv[:-1], "3"), "here holds a run of other settings (toy.py")
+    assert_refused(program(tasks, *argv[:-1], "3"), "LAST-s1 holds a run of other settings (toy.py")
     Path("copy.py").write_text(TOY)
     argv[argv.index("toy.py:LAST")] = "copy.py:LAST"  # of one name, so that they would share a row
-    assert_refused(program(tasks, *argv[:-1], "3"), "here holds a run of other settings (task toy.py:LAST there")
+    assert_refused(program(tasks, *argv[:-1], "3"), "LAST-s1 holds a run of other settings (task toy.py:LAST there")
 
 
 def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short_tasks):
