@@ -147,8 +147,8 @@ def plot_repetition(curves, path):
 
 WORDNET_URL = "https://raw.githubusercontent.com/nltk/nltk_data/gh-pages/packages/corpora/wordnet.zip"  # WordNet 3.0
 REPAIRINGS = 100  # shuffles of the control
-SYNSET = r"^(\d{8}) \d\d [nvasr] ([\da-f]{2}) (.*?) \| "  # offset, number of words in hex, words and pointers
-OPPOSITE = r" ! (\d{8}) ([nvasr]) ([\da-f]{2})([\da-f]{2})"  # a pointer between words, by their numbers in both synsets
+SYNSET = r"^(\d{8}) \d\d [nvasr] ([\da-fA-F]{2}) (.*?) \| "  # offset, number of words in hex, words and pointers
+OPPOSITE = r" ! (\d{8}) ([nvasr]) ([\da-fA-F]{2})([\da-fA-F]{2})"  # a pointer: between words, by number in each synset
 PARTS = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}  # of speech, in pointers: the file's name
 
 
@@ -186,10 +186,10 @@ def wordnet_pairs(folder):
             raise InputError(f"{path} is no file of WordNet's: unzip {WORDNET_URL} and name its folder")
         for offset, count, rest in synsets:
             lemmas = [word.partition("(")[0].replace("_", " ") for word in rest.split(" ")[: 2 * int(count, 16) : 2]]
-            words |= {(pos, offset, f"{n:02x}"): lemma for n, lemma in enumerate(lemmas, 1)}
+            words |= {(pos, offset, n): lemma for n, lemma in enumerate(lemmas, 1)}
             synonyms |= {tuple(sorted(pair)) for pair in combinations(set(lemmas), 2)}
             for target, of, own, other in re.findall(OPPOSITE, rest):
-                opposites.append(((pos, offset, own), (PARTS[of], target, other)))
+                opposites.append(((pos, offset, int(own, 16)), (PARTS[of], target, int(other, 16))))
     antonyms = {tuple(sorted(words[key] for key in pair)) for pair in opposites}
     antonyms = {(a, b) for a, b in antonyms if a != b}  # WordNet 3.0 opposes two meanings of "kern"
     return synonyms - antonyms, antonyms - synonyms
