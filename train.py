@@ -46,7 +46,7 @@ import tasks
 from data import TOKENS, InputError, Parser, command_line
 
 # Defaults by size. batch: sequences a step over all devices; micro: sequences that one device takes at once;
-# warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends. 253m: QS table 4; D (windows: 20 x 256).
+# warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends. 253m: QS table 4, D (20 x 256 windows).
 PROTOCOLS = {
     "tiny": dict(steps=240, batch=16, micro=16, seq=256, lr=2e-3, min_lr="lr/10", warmup=0.75, schedule="cosine",
                  dtype="float32", checkpointing=False, eval_every=20, eval_seqs=128, ckpt_every=60),
@@ -57,9 +57,9 @@ PROTOCOLS = {
 }  # fmt: skip
 # PAM table 2: epochs in place of steps. The paper leaves open when to evaluate (here four times an epoch, last at its
 # end), where the cosine ends (0), and the betas (AdamW's defaults).
-PAM_PROTOCOL = dict(epochs=10, batch=8, micro=8, seq=512, lr=3e-5, min_lr=0.0, warmup=500, schedule="cosine",
-                    dtype="float32", checkpointing=False, eval_seqs=512, ckpt_every=1000, sample_every=5000)  # fmt: skip
-PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM_PROTOCOL)
+PAM = dict(epochs=10, batch=8, micro=8, seq=512, lr=3e-5, min_lr=0.0, warmup=500, schedule="cosine", dtype="float32",
+           checkpointing=False, eval_seqs=512, ckpt_every=1000, sample_every=5000)  # fmt: skip
+PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM)
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
 PAM_BETAS, PAM_DECAY = (0.9, 0.999), 0.01
 PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
@@ -120,8 +120,8 @@ class Settings:
 
 def parse_flags():
     """{name: value} of the flags that were given; for those in LISTS a list of values."""
-    sizes = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM_PROTOCOL}
-    rows = {"": sizes} | {key: [p.get(key, "-") for p in sizes.values()] for key in PROTOCOLS["tiny"] | PAM_PROTOCOL}
+    sizes = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM}
+    rows = {"": sizes} | {key: [p.get(key, "-") for p in sizes.values()] for key in PROTOCOLS["tiny"] | PAM}
     table = "\n".join(f"  {key:14}" + "".join(f"{value!s:>12}" for value in row) for key, row in rows.items())
     lists = "X,...: a value, or a list of values with commas between them; then there is a run for each combination."
     epilog = f"{lists}\n\ndefaults by size:\n{table}"
@@ -364,7 +364,7 @@ class Run:
         else:
             self.model, origin = new_model(s, corpus.vocab_size)
         self.model.to(device).checkpointing = s.checkpointing
-        betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM_PROTOCOL else (BETAS, WEIGHT_DECAY)
+        betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM else (BETAS, WEIGHT_DECAY)
         self.optimizer, decay_groups = make_optimizer(self.model, s.lr, device, betas, decay)
         if checkpoint:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
@@ -738,10 +738,8 @@ def run(given):
     jobs = broadcast_from_rank0(lambda: list_jobs(given, device))
     s, several = jobs[0].s, len(jobs) > 1
     load = partial(data.load, s.data, max(job.s.seq for job in jobs), tokens=s.tokens, column=s.column)
-    texts, tried = [], set()
-    broadcast_from_rank0(lambda: texts.append(load()))  # rank 0 prepares the text, then the others find it
-    corpus = texts[0] if texts else load()
-    broadcast_from_rank0(lambda: data.codec(corpus.vocab_size) and None)  # the same of GPT-2's tokens
+    broadcast_from_rank0(lambda: data.codec(load().vocab_size) and None)  # rank 0 prepares the text, then all find it
+    corpus, tried = load(), set()
     jobs = broadcast_from_rank0(lambda: [judge(job, corpus, device, given, several, tried) for job in jobs])
     if len({job.folder for job in jobs}) < len(jobs):
         raise InputError("two of these runs have one folder, as their classes have one name: rename one")
