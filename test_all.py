@@ -3031,8 +3031,7 @@ def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
         patch.setattr(hmamba.HMamba, "forward", lambda self, idx: modes.append(self.training) or forward(self, idx))
         model, _ = sample.load("run")
     assert (modes, model.training, sample.build(sample.read_checkpoint("run")).training) == ([False], False, True)
-    write_text = Path.write_text
-    monkeypatch.setattr(Path, "write_text", lambda *_: raise_error(OSError("full")))  # a log is not written anew
+    events = report.read_log("run")
     for split, path, argv in (("test", "text.txt", []), ("val", "other.txt", ["--out", "run", "--data", "other.txt"])):
         tokens = data.load(path, 32).split(split)
         n = data.num_windows(tokens, 32)
@@ -3042,12 +3041,12 @@ def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
         told = f"{split} loss {loss:.4f} nats, {loss / math.log(2):.4f} bpc over {n * 32:,} tokens of {Path(path).stem}"
         assert code == 0 and told in out
         assert [p.name for p, was in content("run").items() if before[p] != was] == ["log.jsonl"]
-        logged = report.read_log("run")[-1]
+        *earlier, logged = report.read_log("run")
+        assert earlier[: len(events)] == events
         assert [logged[key] for key in ("event", "split", "checkpoint", "step")] == ["eval", split, "best.pt", 8]
         assert logged["data"]["name"] == Path(path).stem and logged["val_loss"] == pytest.approx(loss, rel=1e-6)
         with open("run/log.jsonl", "a") as f:
             f.write('{"event": "train"')  # a line that a kill cut short does not swallow the next one
-    monkeypatch.setattr(Path, "write_text", write_text)
     for file in {"best.pt": Path("run/best.pt").read_bytes()}, {"log.jsonl": b"mine\n"}:
         write_tree(Path("alone"), file)
         before = content("alone")
@@ -3105,10 +3104,9 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
 
     def poisoned(self, x, state):
         y, state = real(self, x, state)
-        if self.training and x.shape[1] == 32:  # not the trial step
-            calls.append(self)
-            if len(calls) == 2 * 2 * 2 + 2:  # third step, two micro-batches, two layers: layer 1
-                y.register_hook(lambda grad: grad * math.nan)
+        calls.extend([self] * (self.training and x.shape[1] == 32))  # not the trial step
+        if len(calls) == 2 * 2 * 2 + 2 and y.requires_grad:  # third step, two micro-batches, two layers: layer 1
+            y.register_hook(lambda grad: grad * math.nan)
         return y, state
 
     monkeypatch.setattr(hmamba.HMambaBlock, "forward", poisoned)
@@ -3131,12 +3129,12 @@ def test_a_run_that_diverges_ends_no_sweep(program, no_curves):
     for flags in (["--steps", 3], ["--steps", 3], ["--steps", 1, "--schedule", "constant", "--out", "short"]):
         code, out, err = program(train, *argv, *flags)
         assert (code, err.count("\n"), err.count("first not finite in the loss itself")) == (2, 1, 2)
-        assert all((f"{name}: after step " in err) == (lr == 1e300) for name, lr in runs.items())
         assert re.findall(r"^\| hmamba\S+ \| (\d) \| \d \|", out, re.M) == ["1", "2"]
-        folder = Path(flags[-1] if flags[-1] == "short" else "sweep")
+        folder = Path("short" if "short" in flags else "sweep")
         assert {run.name for run in folder.iterdir()} == runs.keys()
         for name, lr in runs.items():
             events = report.read_log(folder / name)
+            assert (f"{name}: after step " in err) == (lr == 1e300)
             assert [e["event"] in ("final", "sample") for e in events[-2:]] == [lr < 1] * 2
             assert [events[0]["settings"][key] for key in ("lr", "min_lr")] == [lr, lr / 10]
 
