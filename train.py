@@ -57,9 +57,10 @@ PROTOCOLS = {
 }  # fmt: skip
 # PAM table 2: epochs in place of steps. The paper leaves open when to evaluate (here four times an epoch, last at its
 # end), where the cosine ends (0), and the betas (AdamW's defaults).
-PAM = dict(epochs=10, batch=8, micro=8, seq=512, lr=3e-5, min_lr=0.0, warmup=500, schedule="cosine", dtype="float32",
-           checkpointing=False, eval_seqs=512, ckpt_every=1000, sample_every=5000)  # fmt: skip
-PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM)
+PAM_PROTOCOL = dict(
+    epochs=10, batch=8, micro=8, seq=512, lr=3e-5, min_lr=0.0, warmup=500, schedule="cosine", dtype="float32",
+    checkpointing=False, eval_seqs=512, ckpt_every=1000, sample_every=5000)  # fmt: skip
+PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM_PROTOCOL)
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
 PAM_BETAS, PAM_DECAY = (0.9, 0.999), 0.01
 PAPER_STEPS = {"enwik8": 1500, "owt": 1000, "fineweb": 1000}  # QS section 7, budget at 253m
@@ -120,8 +121,8 @@ class Settings:
 
 def parse_flags():
     """{name: value} of the flags that were given; for those in LISTS a list of values."""
-    sizes = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM}
-    rows = {"": sizes} | {key: [p.get(key, "-") for p in sizes.values()] for key in PROTOCOLS["tiny"] | PAM}
+    sizes = {size: PROTOCOLS[size] for size in ("tiny", "small", "253m")} | {"5m to 100m": PAM_PROTOCOL}
+    rows = {"": sizes} | {key: [p.get(key, "-") for p in sizes.values()] for key in PROTOCOLS["tiny"] | PAM_PROTOCOL}
     table = "\n".join(f"  {key:14}" + "".join(f"{value!s:>12}" for value in row) for key, row in rows.items())
     lists = "X,...: a value, or a list of values with commas between them; then there is a run for each combination."
     epilog = f"{lists}\n\ndefaults by size:\n{table}"
@@ -364,7 +365,7 @@ class Run:
         else:
             self.model, origin = new_model(s, corpus.vocab_size)
         self.model.to(device).checkpointing = s.checkpointing
-        betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM else (BETAS, WEIGHT_DECAY)
+        betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM_PROTOCOL else (BETAS, WEIGHT_DECAY)
         self.optimizer, decay_groups = make_optimizer(self.model, s.lr, device, betas, decay)
         if checkpoint:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
