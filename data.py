@@ -79,14 +79,8 @@ class Extra:
     flush = write
 
 
-class Bar(tqdm):
-    def close(self):
-        self.delay = 0  # it may stand there already, if a note was printed above it: then it has to go
-        super().close()
-
-
 EXTRA = Extra()
-progress = partial(Bar, file=EXTRA, unit="B", unit_scale=True, leave=False, delay=1, disable=None)  # on a terminal
+progress = partial(tqdm, file=EXTRA, unit="B", unit_scale=True, leave=False, disable=None)  # on a terminal
 
 
 def note(text):
@@ -194,6 +188,9 @@ class Corpus:
     file: object  # the mapped file, held open: its path may become the name of another one
     stamp: tuple  # (size, mtime_ns, ctime_ns) of it when it was mapped
     left_out: str = ""  # what the folder or archive holds besides, and why that is no data
+
+    def __del__(self):
+        self.file.close()
 
     @cached_property
     def sha256(self):
@@ -576,14 +573,9 @@ def read_record(path, recipe):
         size = (part if part.exists() else path).stat().st_size
         if record["recipe"] == recipe and (path.exists() if record["sha256"] else size >= record["size"]):
             return record
-    return {
-        "recipe": recipe,
-        "sources": [],  # those that are in it whole
-        "splits": {},  # from, to: in bytes of the file, where the corpus has its own
-        "left_out": {},  # why: files that hold no text
-        "size": 0,  # bytes, so far
-        "sha256": None,  # only once it is whole
-    }
+    # sources: those that are in it whole; splits: {name: [from, to]} in bytes, where the corpus has its own;
+    # left_out: {why: files that hold no text}; size: in bytes, so far; sha256: only once it is whole
+    return {"recipe": recipe, "sources": [], "splits": {}, "left_out": {}, "size": 0, "sha256": None}
 
 
 def write_record(path, record):
@@ -881,11 +873,10 @@ def main():
         print("PATH         any file or folder: bytes, parquet, JSON lines, zip")
         return
     corpus = load(args.corpus, args.seq, args.verify, args.tokens, args.column)
-    unit, verified = "tokens" if args.tokens == "gpt2" else "bytes", " (verified)" if args.verify else ""
-    if args.verify and not corpus.record:
-        verified = " (nothing was prepared that it could be compared with)"
+    unit = "tokens" if args.tokens == "gpt2" else "bytes"
+    verified = " (verified)" if corpus.record else " (nothing was prepared that it could be compared with)"
     print(f"name   {corpus.name}\nfile   {corpus.path}\nsize   {len(corpus.tokens):,} {unit}")
-    print(f"sha256 {corpus.sha256}{verified}")
+    print(f"sha256 {corpus.sha256}{verified * args.verify}")
     for split in SPLITS:
         tokens = corpus.split(split)
         print(f"{split:<6} {len(tokens):,} {unit}, {num_windows(tokens, args.seq):,} windows of {args.seq}")

@@ -29,7 +29,7 @@ import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -46,23 +46,20 @@ import tasks
 from data import TOKENS, InputError, Parser, command_line
 
 # Defaults by size. batch: sequences a step over all devices; micro: sequences that one device takes at once;
-# warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends, by QS table 4 at a tenth of the peak.
+# warmup: steps, or below 1 a share of all steps; min_lr: where the cosine ends. 253m: QS table 4, D (20 x 256 windows).
 PROTOCOLS = {
-    "tiny": {"steps": 240, "batch": 16, "micro": 16, "seq": 256, "lr": 2e-3, "min_lr": "lr/10", "warmup": 0.75,
-             "schedule": "cosine", "dtype": "float32", "checkpointing": False,
-             "eval_every": 20, "eval_seqs": 128, "ckpt_every": 60},
-    "small": {"steps": 1000, "batch": 64, "micro": 16, "seq": 512, "lr": 1e-3, "min_lr": "lr/10", "warmup": 0.75,
-              "schedule": "cosine", "dtype": "bfloat16", "checkpointing": False,
-              "eval_every": 20, "eval_seqs": 512, "ckpt_every": 100},
-    "253m": {"steps": 1000, "batch": 1024, "micro": 32, "seq": 1024, "lr": 6e-4, "min_lr": "lr/10", "warmup": 750,
-             "schedule": "cosine", "dtype": "bfloat16", "checkpointing": True,
-             "eval_every": 20, "eval_seqs": 5120, "ckpt_every": 20},  # QS table 4; D: 20 x 256
+    "tiny": dict(steps=240, batch=16, micro=16, seq=256, lr=2e-3, min_lr="lr/10", warmup=0.75, schedule="cosine",
+                 dtype="float32", checkpointing=False, eval_every=20, eval_seqs=128, ckpt_every=60),
+    "small": dict(steps=1000, batch=64, micro=16, seq=512, lr=1e-3, min_lr="lr/10", warmup=0.75, schedule="cosine",
+                  dtype="bfloat16", checkpointing=False, eval_every=20, eval_seqs=512, ckpt_every=100),
+    "253m": dict(steps=1000, batch=1024, micro=32, seq=1024, lr=6e-4, min_lr="lr/10", warmup=750, schedule="cosine",
+                 dtype="bfloat16", checkpointing=True, eval_every=20, eval_seqs=5120, ckpt_every=20),
 }  # fmt: skip
 # PAM table 2: epochs in place of steps. The paper leaves open when to evaluate (here four times an epoch, last at its
 # end), where the cosine ends (0), and the betas (AdamW's defaults).
-PAM_PROTOCOL = {"epochs": 10, "batch": 8, "micro": 8, "seq": 512, "lr": 3e-5, "min_lr": 0.0, "warmup": 500,
-                "schedule": "cosine", "dtype": "float32", "checkpointing": False, "eval_seqs": 512, "ckpt_every": 1000,
-                "sample_every": 5000}  # fmt: skip
+PAM_PROTOCOL = dict(
+    epochs=10, batch=8, micro=8, seq=512, lr=3e-5, min_lr=0.0, warmup=500, schedule="cosine", dtype="float32",
+    checkpointing=False, eval_seqs=512, ckpt_every=1000, sample_every=5000)  # fmt: skip
 PROTOCOLS |= dict.fromkeys(sample.PAM_SIZES, PAM_PROTOCOL)
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # QS section 7, table 4
 PAM_BETAS, PAM_DECAY = (0.9, 0.999), 0.01
@@ -80,8 +77,8 @@ MAY_CHANGE = {"resume", "out", "data", "column", "stop_at", "micro", "device", "
               "ckpt_every", "eval_only", "split"}  # fmt: skip
 
 
-def flag(default, text, choices=None):
-    return field(default=default, metadata={"help": text, "choices": choices})
+def flag(default, text, **how):
+    return field(default=default, metadata={"help": text} | how)
 
 
 @dataclass
@@ -128,19 +125,19 @@ def parse_flags():
     rows = {"": sizes} | {key: [p.get(key, "-") for p in sizes.values()] for key in PROTOCOLS["tiny"] | PAM_PROTOCOL}
     table = "\n".join(f"  {key:14}" + "".join(f"{value!s:>12}" for value in row) for key, row in rows.items())
     lists = "X,...: a value, or a list of values with commas between them; then there is a run for each combination."
-    parser = Parser(description=__doc__, epilog=f"{lists}\n\ndefaults by size:\n{table}")
+    epilog = f"{lists}\n\ndefaults by size:\n{table}"
+    parser = Parser(description=__doc__, epilog=epilog, argument_default=argparse.SUPPRESS)
     for f in fields(Settings):
-        default = "by size" if f.name in rows and f.default is None else f.default
-        text = f.metadata["help"]
-        text += f" (default: {default})" if default and "(default" not in text else ""
+        how, default = dict(f.metadata), "by size" if f.name in rows and f.default is None else f.default
+        how["help"] += f" (default: {default})" if default and "(default" not in how["help"] else ""
         if f.type is bool:
-            action = argparse.BooleanOptionalAction if f.default is None else "store_true"
-            parser.add_argument(f"--{f.name}", action=action, default=None, help=text)
+            how["action"] = argparse.BooleanOptionalAction if f.default is None else "store_true"
         elif f.name in LISTS:
-            parser.add_argument(f"--{f.name}", type=list_of(f.type), metavar=f"{f.name.upper()},...", help=text)
+            how |= {"type": list_of(f.type), "metavar": f"{f.name.upper()},..."}
         else:
-            parser.add_argument(f"--{f.name}", type=f.type, choices=f.metadata["choices"], help=text)
-    given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+            how["type"] = f.type
+        parser.add_argument(f"--{f.name}", **how)
+    given = vars(parser.parse_args())
     if "model" in given:
         given["model"] = sample.import_models(",".join(given["model"])).split(",")
     for key in given.keys() & {"data", "out", "resume", "init_from"}:
@@ -393,24 +390,23 @@ class Run:
     def open_log(self, **optimizer):
         """Begins the log, or goes on with it; says what is trained, and the disk that it takes."""
         s, log, params, origin = self.s, self.folder / "log.jsonl", self.model.num_params(), self.meta["origin"]
-        goes_on = self.step > 0 and log.exists() and log.stat().st_size > 0
+        ran = report.provenance(self.device, world)
+        self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
         if rank == 0:
             for part in self.folder.glob("*.pt.*.part"):
                 part.unlink()  # a checkpoint that a kill left half written
-            if not goes_on:
-                log.unlink(missing_ok=True)
-                if self.step:
-                    data.note(f"warning: the log of {self.folder} is gone: a new one begins after step {self.step}")
-            self.log = report.Log(self.folder, self.start, keep=self.step if goes_on else None)
-            events = report.read_log(log) if goes_on else [{"step": self.step}]
+        if rank == 0 and self.step > 0 and log.exists() and log.stat().st_size > 0:
+            self.log = report.Log(self.folder, self.start, keep=self.step)
+            events = report.read_log(log)
             ends, logs_every = events[-1]["step"], events[0].get("settings", {}).get("log_every", 0)
             if self.step - ends > max(s.log_every, logs_every):
                 data.note(f"warning: {log} ends at step {ends}: tables bridge what it lacks to step {self.step}")
-        ran = report.provenance(self.device, world)
-        self.peak_flops = PEAK_FLOPS.get(ran["device"]) if s.dtype == "bfloat16" else None
-        if goes_on:
             self.write("resume", **ran)
         elif rank == 0:
+            if self.step:
+                data.note(f"warning: the log of {self.folder} is gone: a new one begins after step {self.step}")
+            log.unlink(missing_ok=True)
+            self.log = report.Log(self.folder, self.start)
             what = {key: self.meta[key] for key in ("settings", "config", "data", "origin", "files") if self.meta[key]}
             self.log.write("header", 0, 0, **what, params=params, flops_per_token=self.model.flops_per_token(s.seq),
                            **optimizer, **ran)  # fmt: skip
@@ -656,16 +652,9 @@ def holds_run(folder):
     return any((folder / name).exists() for name in ("last.pt", "prev.pt"))
 
 
-def trial_faults(model_class, spec, size, vocab_size, device, dtype, checkpointing, seq):
-    """sample.step_faults under the autocast of a run."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        config = sample.parse_spec(spec, size, vocab_size)[1]
-        return sample.step_faults(model_class, config, device, checkpointing, seq)
-
-
-def judge(job, corpus, device, given, several, trial):
+def judge(job, corpus, device, given, several, tried):
     """The job with its folder, the checkpoint there, if any, and its epochs as steps. Raises InputError now for what
-    would end the run later: the last run of a sweep would fail after hours."""
+    would end the run later: the last run of a sweep would fail after hours. tried: what runs before it have tried."""
     s = job.s
     if not job.folder:
         job.folder = Path(given.get("out", "runs"))
@@ -701,9 +690,12 @@ def judge(job, corpus, device, given, several, trial):
         job.complete = was["step"] > end or sampled
         if job.complete:
             return job
-    tried = sample.find_class(s.model), s.model, s.size, corpus.vocab_size, device, s.dtype, s.checkpointing, s.seq
-    if faults := trial(*tried):
-        raise InputError(f"{s.model} cannot be trained here: {'; '.join(faults)}")
+    if (trial := (s.model, s.size, s.dtype, s.checkpointing, s.seq)) not in tried:
+        tried.add(trial)
+        model_class, config = sample.parse_spec(s.model, s.size, corpus.vocab_size)
+        with autocast(s, device):
+            if faults := sample.step_faults(model_class, config, device, s.checkpointing, s.seq):
+                raise InputError(f"{s.model} cannot be trained here: {'; '.join(faults)}")
     if s.compile:
         try:
             torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
@@ -748,9 +740,8 @@ def run(given):
     s, several = jobs[0].s, len(jobs) > 1
     load = partial(data.load, s.data, max(job.s.seq for job in jobs), tokens=s.tokens, column=s.column)
     broadcast_from_rank0(lambda: data.codec(load().vocab_size) and None)  # rank 0 prepares the text, then all find it
-    corpus = load()
-    trial = lru_cache(trial_faults)  # once for the runs that differ in other settings
-    jobs = broadcast_from_rank0(lambda: [judge(job, corpus, device, given, several, trial) for job in jobs])
+    corpus, tried = load(), set()
+    jobs = broadcast_from_rank0(lambda: [judge(job, corpus, device, given, several, tried) for job in jobs])
     if len({job.folder for job in jobs}) < len(jobs):
         raise InputError("two of these runs have one folder, as their classes have one name: rename one")
     if corpus.sha256 != broadcast_from_rank0(lambda: corpus.sha256):
