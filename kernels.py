@@ -77,21 +77,22 @@ except ImportError:  # as on macOS and Windows: the torch paths do the work
 #     dL/db_t = g_t    dL/dlog_decay_t = Re(conj(z_t) g_t)    dL/dtheta_t = Im(conj(z_t) g_t)    dL/dh0 = conj(a_1) g_1
 
 
-def complex_scan_reference(log_decay, theta, b, h0=None):
+def _numbers(x, real=False):
+    """x in float64; its pairs as complex numbers, unless it is real."""
+    return x.double() if real else torch.view_as_complex(x.double().contiguous())
+
+
+def complex_scan_reference(log_decay, theta, b, h0):
     """The recurrence as written, step by step in complex128 (float64 if theta is None). The oracle of the tests."""
-    log_decay, b = log_decay.double(), b.double()
-    if theta is None:
-        a, h = log_decay.exp(), torch.zeros_like(b[:, 0]) if h0 is None else h0.double()
-    else:
-        a = torch.exp(torch.complex(log_decay.expand(theta.shape), theta.double()))
-        b = torch.view_as_complex(b.contiguous())
-        h = torch.zeros_like(b[:, 0]) if h0 is None else torch.view_as_complex(h0.double().contiguous())
-    states = []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1)):
+    real, log_a, states = theta is None, log_decay.double(), []
+    b, h = _numbers(b, real), _numbers(h0, real)
+    if not real:
+        log_a = torch.complex(log_a.expand(theta.shape), theta.double())
+    for a_t, b_t in zip(log_a.exp().unbind(1), b.unbind(1)):
         h = a_t * h + b_t  # QS eq. 2, with the current input included as in Algorithm 2
         states.append(h)
     h_all = torch.stack(states, 1)
-    return (h_all, h) if theta is None else (torch.view_as_real(h_all), torch.view_as_real(h))
+    return (h_all, h) if real else (torch.view_as_real(h_all), torch.view_as_real(h))
 
 
 def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
@@ -110,20 +111,16 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
         ValueError: shapes, dtypes or devices that do not fit; an unknown method or backend; one that cannot run here.
     """
     _expect_one_of("method", method, "exact", "clamped")
-    _expect_one_of("backend", backend or check_backend(), None, *BACKENDS)
     tensors = b, theta, log_decay, h0
     _check(REAL_SCAN if theta is None else SCAN, *tensors)
+    backend, dtype = _pick(backend, *tensors, torch_only=method == "clamped")
+    h0 = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0.to(dtype)
     if method == "clamped":
         if theta is None:
             raise ValueError("method='clamped' is Algorithm 2, which is complex: give theta")
-        return complex_scan_clamped(log_decay, theta, b, h0)
-    return _complex_scan_by(*_pick(backend, *tensors), log_decay, theta, b, h0)
-
-
-def _complex_scan_by(backend, dtype, log_decay, theta, b, h0):
+        return complex_scan_clamped(*_in_dtype(dtype, log_decay, theta, b), h0)
     if backend == "reference":
         return _in_dtype(dtype, *complex_scan_reference(log_decay, theta, b, h0))
-    h0 = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0.to(dtype)
     if backend == "triton":
         h = _triton_scan(log_decay.expand(b.shape[:3]), theta, None, None, b, h0, b.dtype)
     else:
@@ -147,10 +144,9 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
         ValueError: as complex_scan.
     """
     _expect_one_of("method", method, "exact", "clamped")
-    _expect_one_of("backend", backend or check_backend(), None, *BACKENDS)
     tensors = delta, dt, gate, omega, b, h0
     B, T, H, N = _check(CAYLEY, *tensors)
-    backend, dtype = ("torch", _compute_dtype(*tensors)) if method == "clamped" else _pick(backend, *tensors)
+    backend, dtype = _pick(backend, *tensors, torch_only=method == "clamped")
     if backend == "triton":
         h0 = b.new_zeros(B, H, N, 2, dtype=dtype) if h0 is None else h0.to(dtype)
         h = _triton_scan(gate, delta, dt, omega.float(), b, h0, b.dtype)
@@ -163,8 +159,8 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
     # and this angle.
     theta = (2 * phi.atan()).flatten(2)
     log_decay = b.new_zeros(B, T, 1, dtype=exact) if gate is None else F.logsigmoid(gate).flatten(2)  # line 2
-    inputs = log_decay, theta, b.flatten(2, 3), None if h0 is None else h0.flatten(1, 2)
-    h, last = complex_scan_clamped(*inputs) if method == "clamped" else _complex_scan_by(backend, dtype, *inputs)
+    h0 = None if h0 is None else h0.flatten(1, 2)
+    h, last = complex_scan(log_decay, theta, b.flatten(2, 3), h0, method, backend)
     return _in_dtype(dtype, h.unflatten(2, (H, N)), last.unflatten(1, (H, N)))
 
 
@@ -175,11 +171,9 @@ def cayley_scan(delta, dt, gate, omega, b, h0=None, method="exact", backend=None
 #     dL/dA = sum_{B,T} dt_t w_t     dL/du_t = dt_t dL/dx_t     dL/dh0 = exp(dt_1 A) g_1
 
 
-def selective_scan_reference(u, dt, A, B, C, h0=None):
+def selective_scan_reference(u, dt, A, B, C, h0):
     """The recurrence as written, step by step in float64. The oracle of the tests."""
-    u, dt, A, B, C = (x.double() for x in (u, dt, A, B, C))
-    h = u.new_zeros(u.shape[0], *A.shape) if h0 is None else h0.double()
-    ys = []
+    (u, dt, A, B, C, h), ys = (x.double() for x in (u, dt, A, B, C, h0)), []
     for u_t, dt_t, B_t, C_t in zip(*(x.unbind(1) for x in (u, dt, B, C))):
         h = torch.exp(dt_t.unsqueeze(-1) * A) * h + (dt_t * u_t).unsqueeze(-1) * B_t.unsqueeze(1)  # (B, E, N)
         ys.append((h * C_t.unsqueeze(1)).sum(-1))
@@ -202,10 +196,10 @@ def selective_scan(u, dt, A, B, C, h0=None, backend=None):
     tensors = u, dt, A, B, C, h0
     batch, T, E, N = _check(SELECTIVE, *tensors)
     backend, dtype = _pick(backend, *tensors)
-    if backend == "reference":
-        y, hT = selective_scan_reference(*tensors)
-        return y.to(u.dtype), hT.to(dtype)
     h0 = u.new_zeros(batch, E, N, dtype=dtype) if h0 is None else h0.to(dtype)
+    if backend == "reference":
+        y, hT = selective_scan_reference(u, dt, A, B, C, h0)
+        return y.to(u.dtype), hT.to(dtype)
     inputs = tensors[:5] if backend == "triton" else _in_dtype(dtype, *tensors[:5])
     y, hT, _ = _selective_scan(*inputs, h0, backend == "triton")
     return y.to(u.dtype), hT
@@ -237,9 +231,8 @@ def born_attention_reference(q, k, v, S=None):
     """QS Algorithm 3 in complex128, without D and tau, which cancel, but with what keeps it finite: q of unit norm,
     which cancels too, the floor, and TINY where all keys are zero. The oracle of the tests; O(T^2) memory. q may be the
     last of the positions of k; S sums what came before those."""
-    q, k, v = q.double(), k.double(), v.double()
-    unit = _unit(q.flatten(-2))
-    q, k, v = (torch.view_as_complex(x.contiguous()) for x in (unit.view(q.shape), k, v))
+    unit = _unit(q.double().flatten(-2))
+    q, k, v = _numbers(unit.view(q.shape)), _numbers(k), _numbers(v)
     w = torch.view_as_real(q.conj() @ k.mT).square().sum(-1).tril(k.shape[-2] - q.shape[-2])  # line 1
     s, total = torch.view_as_real(w.to(v.dtype) @ v), w.sum(-1)
     mass = torch.view_as_real(k).square().sum((-2, -1)).cumsum(-1)[..., -q.shape[-2] :]
@@ -316,14 +309,9 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
 #     dL/dlog gamma_j = sum_{t>=j} sum_{i<j} E_ti dL/dE_ti: every path from before token j to after it
 
 
-def phase_memory_reference(q, k, v, log_gamma, state=None, real=False):
+def phase_memory_reference(q, k, v, log_gamma, state, real=False):
     """The recurrence as written, step by step in complex128 (float64 if real). The oracle of the tests."""
-    q, k, v = (x.double() if real else torch.view_as_complex(x.double().contiguous()) for x in (q, k, v))
-    if state is None:
-        S = q.new_zeros(*q.shape[:2], v.shape[-1], k.shape[-1])
-    else:
-        S = state.double() if real else torch.view_as_complex(state.double().contiguous())
-    ys = []
+    (q, k, v, S), ys = (_numbers(x, real) for x in (q, k, v, state)), []
     for q_t, k_t, v_t, log_gamma_t in zip(*(x.unbind(2) for x in (q, k, v, log_gamma.double()))):
         outer = v_t.unsqueeze(-1) * k_t.conj().unsqueeze(-2)  # (B, H, v, k)
         S = log_gamma_t.exp()[..., None, None] * S + outer  # PAM eq. 6
@@ -355,12 +343,12 @@ def phase_memory(q, k, v, log_gamma, state=None, real=False, backend=None):
     tensors = q, k, v, log_gamma, state
     B, H, T, d = _check(REAL_MEMORY if real else MEMORY, *tensors)
     one_token = T == 1 and backend is None and check_backend() is None
-    backend, dtype = _pick("torch" if one_token else backend, *tensors, more=("dual",))
-    if backend == "reference":
-        return _in_dtype(dtype, *phase_memory_reference(*tensors, real))
+    backend, dtype = _pick(backend, *tensors, torch_only=one_token, more=("dual",))
     if backend == "dual":
         return phase_memory_dual(*tensors, real), None
     S = q.new_zeros(B, H, d, *q.shape[3:], dtype=dtype) if state is None else state.to(dtype)
+    if backend == "reference":
+        return _in_dtype(dtype, *phase_memory_reference(q, k, v, log_gamma, S, real))
     if backend == "triton":
         if not q.dtype == k.dtype == v.dtype:
             q, k, v = _in_dtype(torch.float32, q, k, v)
@@ -392,14 +380,14 @@ def _expect_one_of(name, value, *known):
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(str(x) for x in known if x is not None)}")
 
 
-def _pick(backend, *tensors, more=()):
+def _pick(backend, *tensors, torch_only=False, more=()):
     """The backend for these inputs: as told (`more` are known too), as the environment says, or by device and dtype.
     And the dtype of states and sums."""
     _expect_one_of("backend", backend, None, *BACKENDS, *more)
     x, dtype, backend = tensors[0], _compute_dtype(*tensors), backend or check_backend()
     if backend is None:
         backend = "triton" if triton is not None and x.is_cuda and dtype != torch.float64 else "torch"
-    if backend == "triton" and not x.numel():
+    if torch_only or (backend == "triton" and not x.numel()):
         return "torch", dtype  # without elements there is nothing to launch
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if backend == "triton" and (triton is None or dtype == torch.float64 or not (x.is_cuda or interpreted)):
@@ -543,12 +531,9 @@ def _times_i(x):
 CLAMPED_CHUNK = 64  # chunk length of QS section 5.7
 
 
-def complex_scan_clamped(log_decay, theta, b, h0=None):
+def complex_scan_clamped(log_decay, theta, b, h0):
     """QS Algorithm 2 to the letter, chunk by chunk. Wrong once a chunk's summed log-decay passes -30: see PAPERS.md."""
-    dtype = _compute_dtype(log_decay, theta, b, h0)
-    log_decay, theta, b, h0 = _in_dtype(dtype, log_decay, theta, b, h0)
-    log_decay, x = log_decay.expand(theta.shape), torch.zeros_like(b[:, 0]) if h0 is None else h0  # x (B, C, 2)
-    chunks = []
+    log_decay, x, chunks = log_decay.expand(theta.shape), h0, []  # x (B, C, 2)
     for ld, th, b_chunk in zip(*(t.split(CLAMPED_CHUNK, dim=1) for t in (log_decay, theta, b))):
         ell = ld.cumsum(1).clamp(-30, 0)  # line 1, l
         angle = th.cumsum(1)  # line 1, vartheta

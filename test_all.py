@@ -456,6 +456,9 @@ def test_the_backend_is_what_was_asked_for(monkeypatch):
         inputs = zip(shapes, (single, single, last))
         found = operator_of(kernels.complex_scan, *inputs, device=device, backend=backend)
         assert found[0] == expected, (variable, backend, last, device)
+    monkeypatch.setenv("NANOHILBERT_BACKEND", "torch")
+    token = *3 * [((1, 1, 1, 2, 2), single)], ((1, 1, 1), single)
+    assert operator_of(kernels.phase_memory, *token)[0] == "phase_memory"  # in a chunk, not by eq. 6 itself
     monkeypatch.setenv("NANOHILBERT_BACKEND", "tritn")
     token = *3 * [torch.ones(1, 1, 1, 2, 2)], torch.zeros(1, 1, 1)  # for which phase memory has a path of its own
     for function in (kernels.check_backend, lambda: kernels.complex_scan(*x), lambda: kernels.phase_memory(*token)):
