@@ -1768,6 +1768,25 @@ def test_data_notes_and_bars_end_nothing(program, monkeypatch):
         assert program(data, "nope")[0] == 2
 
 
+def test_data_is_read_in_pieces_of_bounded_size(tmp_path):
+    """Long documents of a parquet file with small pages; a line too long for JSON lines is refused."""
+    path = tmp_path / "books.parquet"
+    pq.write_table(pa.table({"text": [f"{i}" * 1_000_000 for i in range(90)]}), path, write_batch_size=1,
+                   use_dictionary=False)  # fmt: skip
+    before, held = pa.total_allocated_bytes(), []
+    with path.open("rb") as file:
+        for document in data.read_parquet(file, path, "text"):
+            held.append(pa.total_allocated_bytes() - before)
+            assert document[:1].isdigit()
+    assert len(held) == 90 and max(held) < 60e6  # of 170
+    (tmp_path / "one line").write_bytes(b'{"text": "' + b"x" * (1 << 24) + b'"}')
+    (tmp_path / "bom").write_bytes(codecs.BOM_UTF8 + (tmp_path / "one line").read_bytes())
+    for name in ("one line", "bom"):
+        file = io.BytesIO((tmp_path / name).read_bytes())
+        file.name = name
+        assert data.kind_of(file, "text")[0] == "JSON lines of over 16 MB"
+
+
 def test_data_programs_with_a_full_disk_for_output(cache):
     """The code is the same; what was to be printed to the other stream is."""
     write_tree(Path("x"), {"a": b"text\n" * 2000, ".hidden": b""})
@@ -1912,6 +1931,19 @@ def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
         "cache: cache, env, sub/__pycache__; folder of a run: runs/r, runs/s; hidden: .git; link: 0, gone, loop, ...; "
         "not a regular file: pipe"
     )
+
+
+@pytest.mark.slow
+def test_training_on_the_folder_that_holds_its_runs(program, no_curves):
+    """--data . : the next run, and a resumed one, have the data of the first."""
+    flags = [*SMALL, "--data", ".", "--eval_seqs", 2]
+    for argv in ([*flags, "--steps", 2, "--stop_at", 1, "--out", "runs/a"], [*flags, "--steps", 1, "--out", "runs/b"],
+                 ["--resume", "runs/a"]):  # fmt: skip
+        code, _, err = program(train, *argv)
+        assert code == 0, err
+    first, second = (report.read_log(Path("runs") / name)[0]["data"] for name in "ab")
+    assert first["sha256"] == second["sha256"] == sha(Path("text.txt").read_bytes())
+    assert first["left_out"] == "cache: cache" and second["left_out"] == "cache: cache; folder of a run: runs/a"
 
 
 def test_data_changed_folder_is_prepared_again(cache):
