@@ -79,8 +79,14 @@ class Extra:
     flush = write
 
 
+class Bar(tqdm):
+    def close(self):
+        self.delay = 0  # it may stand there already, if a note was printed above it: then it has to go
+        super().close()
+
+
 EXTRA = Extra()
-progress = partial(tqdm, file=EXTRA, unit="B", unit_scale=True, leave=False, disable=None)  # on a terminal
+progress = partial(Bar, file=EXTRA, unit="B", unit_scale=True, leave=False, delay=1, disable=None)  # on a terminal
 
 
 def note(text):
