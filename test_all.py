@@ -4528,10 +4528,10 @@ def test_task_models(spec, monkeypatch):
     assert torch.equal(*dropped)
 
 
-def assert_same_with_gradients(found, expected, module, tolerance):
+def assert_same_with_gradients(found, expected, module):
     parameters = list(module.parameters())
     gradients = [torch.autograd.grad(y.sin().sum(), parameters, retain_graph=True) for y in (found, expected)]
-    torch.testing.assert_close([found, *gradients[0]], [expected, *gradients[1]], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close([found, *gradients[0]], [expected, *gradients[1]], rtol=1e-9, atol=1e-10)
 
 
 def literal_csp(block, z):
@@ -4564,7 +4564,7 @@ def test_csp_block_is_its_algorithm(monkeypatch):
         block = csp.stack_seeds(csp.CSPBlock, csp.CSPConfig(d=3, **settings), [1, 2]).double()
         block.g.data = torch.tensor([0.3, -0.8]).double().view(2, 1, 1, 1, 1)
         outputs.append(block(z))
-        assert_same_with_gradients(outputs[-1], literal_csp(block, z), block, 1e-9)
+        assert_same_with_gradients(outputs[-1], literal_csp(block, z), block)
         assert (outputs[-1].square().sum(-2) - 1).abs().max() < 1e-12  # on the unit circle
     assert (outputs[0] - outputs[2]).abs().mean((0, 1, 3, 4)).min() > 0.05
 
@@ -4681,7 +4681,7 @@ def test_signed_mamba_block_is_its_formula(transition, T):
 
     seeds = [{name: p[s].squeeze() for name, p in block.named_parameters()} for s in (0, 1)]
     expected = torch.stack([torch.stack([literal(row, w) for row in rows]) for rows, w in zip(x, seeds)])
-    assert_same_with_gradients(block(x), expected, block, 1e-9)
+    assert_same_with_gradients(block(x), expected, block)
     (first,) = torch.autograd.grad(block(x).sin().sum(), block.in_proj.weight, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first.square().sum().backward()
