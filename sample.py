@@ -245,7 +245,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
             part = "its NO_DECAY: "
             if isinstance(model.NO_DECAY, str) or not all(isinstance(name, str) for name in model.NO_DECAY):
                 raise ValueError("no tuple of texts")
-            part, layers = "its layers: ", model.layers
+            part = "its layers: "
+            layers = model.layers
             if not isinstance(layers, Sized) or not {*map(id, layers)} <= {*map(id, model.modules())}:
                 raise ValueError("no list of the model's own modules")
             part = "its state: "
@@ -259,6 +260,7 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
                 part, twice = "its loss: ", torch.cat((x, x))
                 if not torch.allclose(model(twice, twice)[1], loss, rtol=0.1):
                     raise ValueError("of a text twice it is another: no mean over the batch")
+            with torch.no_grad():
                 part = "its checkpoint, once loaded: "
                 again = model_class(model_class.Config(**json.loads(saved)))
                 again.load_state_dict(model.state_dict())

@@ -358,6 +358,11 @@ def read_folder(out):
     return logs, {path: log for path, log in logs.items() if log[-1]["event"] == "final"}
 
 
+def row(settings):
+    """The row of the tables in which a run stands."""
+    return [report.spec_label(settings[key]) for key in ("task", "model")]
+
+
 def check_settings(folder, header, s):
     """Raises InputError if a run of this folder has other settings, but for the seed, or files than s."""
     files = sample.file_hashes(s.task, s.model)
@@ -434,9 +439,8 @@ def main():
     with data.hold(out):
         logs, finished = read_folder(out)
         for s, (path, log) in product(chain(*groups), logs.items()):
-            ours, theirs = (p.parent.name.rpartition("-s")[0] for p in (log_path(out, s), path))
-            in_one_row = ours == theirs and report.protocol(log) == alike
-            if in_one_row or path == log_path(out, s):
+            in_tables = path in finished and report.protocol(log) == alike
+            if path == log_path(out, s) or (in_tables and row(log[0]["settings"]) == row(vars(s))):
                 check_settings(path.parent, log[0], s)
         missing = [[s for s in group if log_path(out, s) not in finished] for group in groups]
         kept = sum(map(len, groups)) - sum(map(len, missing))

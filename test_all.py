@@ -3488,6 +3488,10 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_figures, no_cu
     drawn = torch.get_rng_state()
     assert sample.step_faults(*sample.parse_spec("flat.py:MyGRU", "tiny", 256)) == []
     assert torch.equal(torch.get_rng_state(), drawn)
+    half = "assert len(idx[0]) < 16 or not torch.is_autocast_enabled('cpu'), 'long'\n        x, states ="
+    Path("lib/half.py").write_text("import torch\n" + gru.replace("x, states =", half))
+    refused = program(train, "--model", "lib/half.py:MyGRU", *SHORT, "--dtype", "bfloat16")
+    assert_refused(refused, "its length 16: long")
     Path("flat.py").write_text(gru)
     two = "lib/flat.py:MyGRU:D=8,flat.py:MyGRU:D=4"
     assert_refused(program(train, "--model", two, *SHORT), "two files have the name flat.py")
@@ -5011,7 +5015,7 @@ def test_logs_that_do_not_fit_are_named(program, short_tasks):
         assert_refused(program(module, *given), message)
 
 
-def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no_figures):
+def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no_figures, monkeypatch):
     """Language models get its symbols and classes too, seeds apart. Edited, it is another: its runs are not kept."""
     models = "csp-fast:layers=1", "htransformer:L=1"
     argv = [*QUICK, "--model", ",".join(models), "--task", "toy.py:LAST", "--seeds", "1,2"]
@@ -5032,9 +5036,16 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, no
     sample.FILES.clear()  # as another program
     assert_refused(program(tasks, *argv), "here/csp-fast_layers_1-LAST-s1 holds a run of other settings (toy.py")
     assert_refused(program(tasks, *argv[:-1], "3"), "LAST-s1 holds a run of other settings (toy.py")
+    for seed in 1, 2:  # they would stand in the same row all the same
+        Path(f"here/csp-fast_layers_1-LAST-s{seed}").rename(f"here/renamed{seed}")
+    assert_refused(program(tasks, *argv[:-1], "3"), "here/renamed1 holds a run of other settings (toy.py")
     Path("copy.py").write_text(TOY)
     argv[argv.index("toy.py:LAST")] = "copy.py:LAST"  # of one name, so that they would share a row
-    assert_refused(program(tasks, *argv[:-1], "3"), "LAST-s1 holds a run of other settings (task toy.py:LAST there")
+    assert_refused(program(tasks, *argv[:-1], "3"), "renamed1 holds a run of other settings (task toy.py:LAST there")
+    for log in Path("here").glob("*/log.jsonl"):  # an unfinished run stands in none
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    monkeypatch.setattr(tasks, "train", partial(raise_error, data.InputError("it trains")))
+    assert_refused(program(tasks, *argv[:-1], "3"), "it trains")
 
 
 def test_only_scored_positions_are_trained_and_counted(program, toy_tasks, short_tasks):
