@@ -1793,7 +1793,9 @@ def test_data_programs_with_a_full_disk_for_output(cache):
     with open("/dev/full", "w") as full:
         for argv, code, stream in (["x", "--seq", "16"], 0, "stderr"), ([], 2, "stdout"):
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
-            done = subprocess.run([sys.executable, ROOT / "data.py", *argv], text=True, check=False, **pipes)
+            buffered = ENV | {"PYTHONUNBUFFERED": ""}  # or nothing would be left to print at the end
+            command = [sys.executable, ROOT / "data.py", *argv]
+            done = subprocess.run(command, text=True, check=False, env=buffered, **pipes)
             assert done.returncode == code
             assert code or "size   10,000 bytes" in done.stdout
     assert done.stderr.count("\n") == 1 and "No space left" in done.stderr
