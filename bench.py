@@ -28,6 +28,7 @@ import random
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -390,7 +391,10 @@ def in_child(threads, function, *args):
     """function(*args) in a fresh process, whose allocator keeps freed memory."""
     os.environ |= KEEP_MEMORY
     with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
-        return pool.submit(function, *args).result()
+        try:
+            return pool.submit(function, *args).result()
+        except BrokenProcessPool:
+            raise InputError("the process of a section ended: too many --threads, or out of memory") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -453,8 +457,8 @@ def main():
     for name in names:
         if name not in SECTIONS:
             raise unknown("unknown section", name, SECTIONS)
-    if min(args.threads, args.repeats) < 1:
-        raise InputError("--threads and --repeats must be at least 1")
+    if not 1 <= args.threads <= 1024 or args.repeats < 1:
+        raise InputError("--threads must lie between 1 and 1024, and --repeats be at least 1")
     try:
         kernels.check_backend()
     except ValueError as e:

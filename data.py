@@ -498,9 +498,11 @@ def read_file(file, path, name, column, separator, left):
     elif kind == "zip":
         try:
             with zipfile.ZipFile(file) as archive:
-                for inner in sorted(archive.namelist()):  # nothing is unpacked under this name
-                    if not inner.endswith("/") and "/." not in f"/{inner}":
-                        with archive.open(inner) as f:
+                last = {entry.filename: entry for entry in archive.infolist()}  # an update is added under the same name
+                for inner, entry in sorted(last.items()):  # nothing is unpacked under this name
+                    is_link = entry.external_attr >> 28 == 0o12  # the type of a Unix file
+                    if not (is_link or entry.is_dir() or "/." in f"/{inner}"):
+                        with archive.open(entry) as f:
                             yield from read_file(f, path / inner, f"{name}/{inner}", column, separator, left)
         except (InputError, OSError, MemoryError):
             raise
@@ -567,8 +569,8 @@ def hold(folder, wait=False):
             note(f"note: {folder} cannot be locked ({e}): start no second run in it")
         with explain(f"write {path}"):
             f.truncate(0)
-            f.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-            f.flush()
+            now = time.strftime("%Y-%m-%d %H:%M:%S")  # written at once: closing f has nothing left that could fail
+            os.write(f.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode())
         yield
 
 

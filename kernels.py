@@ -79,7 +79,7 @@ except ImportError:  # as on macOS and Windows: the torch paths do the work
 
 def _numbers(x, real=False):
     """x in float64; its pairs as complex numbers, unless it is real."""
-    return x.double() if real else torch.view_as_complex(x.double().contiguous())
+    return x.double() if real else torch.complex(*x.double().unbind(-1))
 
 
 def complex_scan_reference(log_decay, theta, b, h0):

@@ -361,7 +361,9 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
         fig.set_size_inches(7.5, height * rows + 0.2 * lines + 0.15 * title.count("\n") + 0.3)
         fig.suptitle(title, fontsize=9, parse_math=False)
         if labelled:
-            fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
+            legend = fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
+            for text in legend.get_texts():
+                text.set_parse_math(False)
         with explain(f"write {path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
             path = Path(path)  # README's example gives a name
@@ -453,8 +455,8 @@ def steps_to_target(events, target):
     """The step at which the loss first attains `target`, interpolated between evaluations (QS 8.1), or None."""
     points = [*curve(events).items()]
     first = next((i for i, (_, loss) in enumerate(points) if loss <= target), None)
-    if not first:
-        return None if first is None else 0.0
+    if not first:  # its first evaluation attains it: when it did is known of step 0 alone
+        return 0.0 if first == 0 == points[0][0] else None
     (before, high), (after, low) = points[first - 1 : first + 1]
     return float(np.interp(target, [low, high], [after, before]))
 

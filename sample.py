@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.parameter import is_lazy
 
 import hmamba
 import htransformer
@@ -228,6 +229,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
             except Exception:  # there may be no L, or one that fits other settings
                 model = model_class(config)
             model.to(device).checkpointing = checkpointing
+            if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+                raise ValueError(f"parameters without a shape: {', '.join(lazy)}")
             logits, loss, _ = model(x, x)
             if (shape := tuple(logits.shape)) != (1, 8, config.V):
                 raise ValueError(f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})")
@@ -236,10 +239,12 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
             loss.backward()
             if (faults := without_gradient(model)) or not isinstance(model, Defaults):
                 return faults
+            if sparse := [name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse]:
+                raise ValueError(f"sparse gradients, which AdamW does not take: {', '.join(sparse)}")
             part = "its config: "  # for checkpoints and logs, as are the two behind it
             saved = json.dumps(asdict(model.config))
             part = "its num_params: "
-            json.dumps([model.num_params(), model.num_params()["total"] + 0])
+            json.dumps([model.num_params(), int(model.num_params()["total"])])
             part = "its flops_per_token: "
             json.dumps(model.flops_per_token(longest) + 0)
             part = "its NO_DECAY: "
@@ -251,15 +256,16 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
                 raise ValueError("no list of the model's own modules")
             part = "its state: "
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                whole, loss, _ = model.eval()(x, x)
+                whole = model.eval()(x)[0]
                 first, _, state = model(x[:, :4], state=model.init_state(1))
                 second, _, state = model(x[:, 4:7], state=state)
                 third, _ = model.step(x[:, 7], state)
                 if not torch.allclose(torch.cat((first, second, third[:, None]), 1), whole, rtol=0.01, atol=0.01):
                     raise ValueError("in pieces, with the state carried on, a text has other logits")
-                part, twice = "its loss: ", torch.cat((x, x))
-                if not torch.allclose(model(twice, twice)[1], loss, rtol=0.1):
-                    raise ValueError("of a text twice it is another: no mean over the batch")
+                part, twice = "its loss: ", x[:, :5].expand(2, 5)  # a sum would be another number
+                logits, loss, _ = model(twice, twice)
+                if not torch.isclose(F.cross_entropy(logits.flatten(0, 1), twice.flatten()), loss, rtol=0.01):
+                    raise ValueError("no mean of the cross-entropy of its logits, in nats a token")
             with torch.no_grad():
                 part = "its checkpoint, once loaded: "
                 again = model_class(model_class.Config(**json.loads(saved)))

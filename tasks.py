@@ -337,7 +337,8 @@ def parse_numbers(flag, text):
     with suppress(ValueError):
         for part in text.split(","):
             first, _, last = part.partition("-")
-            numbers += range(int(first), int(last if "-" in part else first) + 1)
+            found = range(int(first), int(last if "-" in part else first) + 1)
+            numbers += found if len(found) <= 10**4 else [2**32]
         if numbers and max(numbers) < 2**32:
             return numbers
     raise InputError(f"--{flag} {text!r} is no list of numbers and rising ranges, such as 42-46 or 1,2,7")
@@ -355,6 +356,8 @@ def log_path(out, s):
 def read_folder(out):
     """({path: events} of the runs in the folder `out`, those of it that are finished)."""
     logs = report.read_logs(sorted(out.glob("*/log.jsonl")))
+    if other := next((path.parent for path, log in logs.items() if "task" not in log[0]["settings"]), None):
+        raise InputError(f"--out {out} holds a run of train.py, {other.name}: name another folder")
     return logs, {path: log for path, log in logs.items() if log[-1]["event"] == "final"}
 
 

@@ -329,7 +329,8 @@ def test_extreme_gates(backend, monkeypatch):
 def test_empty_batches(name, backend):
     """No sequence at all: empty outputs and states, forward and backward. No step is refused."""
     operation = OPERATIONS[name]
-    leaves = [x.float().requires_grad_() for x in operation.inputs(70, 3, 0)]
+    strided = (x.float().repeat_interleave(2, -1)[..., ::2] for x in operation.inputs(70, 3, 0))
+    leaves = [x.requires_grad_() for x in strided]
     outputs = operation(*leaves, backend=backend, cuts=() if backend == "triton" else (30,))
     assert outputs[0].shape[operation.axis] == 70 and not outputs[0].numel()
     grads = torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
@@ -1701,6 +1702,8 @@ def parquet(texts, column="text", kind=None, **options):
 
 
 def zipped(members, method=zipfile.ZIP_DEFLATED):
+    """members: {name or ZipInfo: content}"""
+    warnings.filterwarnings("ignore", "Duplicate name")
     with zipfile.ZipFile(f := io.BytesIO(), "w", method) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
@@ -1787,6 +1790,12 @@ def test_data_is_read_in_pieces_of_bounded_size(tmp_path):
     assert len(held) == 90 and max(held) < 60e6  # of 170
 
 
+def test_a_lock_on_a_full_disk_names_its_file(cache, monkeypatch):
+    monkeypatch.setattr(os, "write", partial(raise_error, OSError(28, "No space left on device")))
+    with pytest.raises(data.InputError, match=r"cannot write .*\.lock"), data.hold(cache.parent):
+        pytest.fail("it is held")
+
+
 def test_data_programs_with_a_full_disk_for_output(cache):
     """The code is the same; what was to be printed to the other stream is."""
     write_tree(Path("x"), {"a": b"text\n" * 2000, ".hidden": b""})
@@ -1822,6 +1831,8 @@ def test_data_file_is_mapped_where_it_lies(cache):
 
 
 DOCUMENTS = [*documents(300), None, "naïve ☃".encode(), b""]  # a null is no document, an empty string is one
+LINK = zipfile.ZipInfo("link")
+LINK.external_attr = 0o120777 << 16  # its Unix type: a symbolic link
 CONVERTED = {  # a file; what it becomes; the column
     "parquet": (parquet(DOCUMENTS), joined(DOCUMENTS), None),
     "zstd": (parquet(DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
@@ -1833,6 +1844,9 @@ CONVERTED = {  # a file; what it becomes; the column
               joined(DOCUMENTS), "a"),
     "zip": (zipped({"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
             text(4000, 1) + text(5000), None),
+    "zip with an update and a link": (
+        zipped({"a": text(4000), "b": text(900), zipfile.ZipInfo("a"): text(5000, 1), LINK: b"../../etc/passwd"}),
+        text(5000, 1) + text(900), None),
     "zip of others": (zipped({"b": zipped({"c": text(900)}), "a": parquet(DOCUMENTS)}),
                       joined(DOCUMENTS) + text(900), None),
     "zip with names of others": (zipped(dict.fromkeys(("n/mimetype", "n/data.pkl"), text(900))), text(900) * 2, None),
@@ -3514,7 +3528,12 @@ GRU_FAULTS = [  # what is said, of which class, and what is replaced in the exam
      ("return logits, loss", "return x, loss")),
     (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", "MyGRU", ("self.init_state", "self.begin")),
     ("a loss that is no finite number", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="none")')),
-    ("its loss: of a text twice", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="sum")')),
+    *(("its loss: no mean of the cross-entropy", "MyGRU", ("targets.flatten())", f"targets.flatten(){rest}"))
+      for rest in (', reduction="sum")', ") * len(idx[0]) / 8", ") / 2")),
+    ("sparse gradients, which AdamW does not take: embedding.weight", "MyGRU",
+     ("nn.Embedding(config.V, config.D)", "nn.Embedding(config.V, config.D, sparse=True)")),
+    ("parameters without a shape: head.weight", "MyGRU",
+     ("nn.Linear(config.D, config.V", "nn.LazyLinear(config.V")),
     ("layers: no list of the model's own", "MyGRU", ("nn.ModuleList", "list")),  # its gradients would pile up
     *(("layers: no list of the model's own", "MyGRU",
        ("self.layers", "self.x"), ("self.head =", f"self.layers, self.head = {value},"))
@@ -3660,12 +3679,20 @@ def drawn(monkeypatch):
     return axes_of
 
 
+def test_a_legend_is_no_mathematics(tmp_path):
+    with report.figure(tmp_path / "a.png", "$^$", {"": {"p$^$": ({}, [{0: 1, 1: 2}])}}):
+        pass
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
 def test_steps_to_target(tmp_path):
     """QS 8.1: linear interpolation between the evaluations that bracket the first crossing."""
     events = write_log(tmp_path / "a", "hmamba", [8.0, 3.0, 2.0, 2.4, 1.9])
     for target, step in ((3.0, 20), (2.5, 30), (2.0, 40), (1.95, 78), (9.0, 0)):
         assert report.steps_to_target(events, target) == pytest.approx(step)
     assert report.steps_to_target(events, 1.0) is report.steps_to_target(events[:1], 1.0) is None
+    lost = [events[0], *(e for e in events if e["step"] > 20)]  # a log begun anew does not know when it came below 3.0
+    assert report.steps_to_target(lost, 3.0) is None and report.steps_to_target(lost, 1.95) == pytest.approx(78)
     assert report.warmup_end({"steps": 60, "schedule": "constant", "warmup": 0.0})[0] == 45
 
 
@@ -4933,7 +4960,8 @@ TASK_FAULTS = [
         ("csp-fast:eps=1e-6", "needs scan=printed"), ("csp-fast:scan=printed:eps=0", "above 0"),
         ("csp-vanilla:scan=associative", "needs carry=linear"), ("csp-fast:skip=prev", "needs carry=normalised"),
         ("csp-fast:layers=0", "layers must be at least 1"), ("decoder:heads=5", "unknown heads 5; known: 4"))),
-    *((f"--seeds={text}", f"--seeds '{text}' is no list") for text in ("42-", "", "-1", "5-3", str(2**32))),
+    *((f"--seeds={text}", f"--seeds '{text}' is no list")
+      for text in ("42-", "", "-1", "5-3", str(2**32), f"1-{2**50}")),
     ("--lengths 16,x", "--lengths '16,x' is no list"),
     *((f"--{name} 0", f"--{name} must be at least 1") for name in ("lengths", "train_length", "epochs", "batch")),
     *((f"--lr {text}", "--lr must be above 0") for text in ("0", "nan")),
@@ -4942,7 +4970,8 @@ TASK_FAULTS = [
         ("tritn", "unknown NANOHILBERT_BACKEND 'tritn'"), ("triton", "backend='triton'"))),
     ("--model rnn --out text.txt/x", "cannot write into text.txt/x"),
     ("--model rnn --out run", "--out run is the folder of another run"),
-    *((f"--model rnn --out here --{name} {10**14}", "error: out of memory: take a smaller model, batch or length\n")
+    ("--model rnn --out here", "--out here holds a run of train.py, hmamba: name another folder"),
+    *((f"--model rnn --out big --{name} {10**14}", "error: out of memory: take a smaller model, batch or length\n")
       for name in ("train_length", "batch")),
 ]  # fmt: skip
 
@@ -4950,15 +4979,16 @@ TASK_FAULTS = [
 def test_task_faults(program, toy_tasks, monkeypatch):
     """One line, and nothing is made but a folder for what is trained. NAME=value is a variable of the environment."""
     write_tree(Path("run"), {"log.jsonl": b""})
+    write_log(Path("here/hmamba"), "hmamba", [8.0, 3.0])
     for argv, message in TASK_FAULTS:
         argv = argv.split()
         with monkeypatch.context() as patch:
             if argv[0].startswith("NANO"):
                 patch.setenv(*argv.pop(0).split("="))
-            if "here" not in argv:
+            if "big" not in argv:
                 patch.setattr(tasks, "train", lambda *_: pytest.fail("it trained"))
             assert_refused(program(tasks, *argv), message)
-        assert {p.name for p in Path().iterdir()} <= {"text.txt", "toy.py", "run", "__pycache__", *argv}, argv
+        assert {p.name for p in Path().iterdir()} <= {"text.txt", "toy.py", "run", "here", "__pycache__", *argv}, argv
 
 
 def test_extras_end_no_task(program, short_tasks, no_figures, monkeypatch):
