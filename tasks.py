@@ -356,8 +356,6 @@ def log_path(out, s):
 def read_folder(out):
     """({path: events} of the runs in the folder `out`, those of it that are finished)."""
     logs = report.read_logs(sorted(out.glob("*/log.jsonl")))
-    if other := next((path.parent for path, log in logs.items() if "task" not in log[0]["settings"]), None):
-        raise InputError(f"--out {out} holds a run of train.py, {other.name}: name another folder")
     return logs, {path: log for path, log in logs.items() if log[-1]["event"] == "final"}
 
 

@@ -411,6 +411,8 @@ class Run:
             self.log.write("header", 0, 0, **what, params=params, flops_per_token=self.model.flops_per_token(s.seq),
                            **optimizer, **ran)  # fmt: skip
         begun = f"; begun from {origin['path']}, step {origin['step']}" if origin else ""
+        if s.schedule == "cosine" and s.warmup > s.steps:
+            begun += f"; the rate does not reach --lr, as --warmup takes {s.warmup:g} steps"
         disk = params["total"] * (3 * 12 + 4)  # last.pt, prev.pt and the one being written; best.pt has weights alone
         print_rank0(f"{self.folder}: {params['total']:,} parameters on {self.device}, {self.corpus.name} "
                     f"{len(self.corpus.tokens):,} tokens, {s.steps} steps of {s.batch * s.seq:,} tokens; checkpoints "
