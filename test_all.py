@@ -3489,7 +3489,7 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_figures, no_cu
     wide = tasks.build("mine.py:Wide:d=4", "mod3", [1, 2])
     assert wide(torch.zeros(2, 1, 3, dtype=torch.int64)).shape == (2, 1, 3, 3)
     flat = gru.replace("self.layers", "self.blocks").replace("self.head =", "self.more = self.head =")
-    Path("lib/flat.py").write_text(flat)
+    Path("lib/flat.py").write_text(flat.replace("targets.flatten())", "targets.flatten()).bfloat16()"))
     assert program(train, "--model", "lib/flat.py:MyGRU:D=8", *SHORT, "--out", "run")[0] == 0
     assert [e["layers"] for e in report.read_log("run") if e["event"] == "grad"] == [[]]
     frozen = "self.layers[0].requires_grad_(False)\n        self.head ="
