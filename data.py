@@ -117,8 +117,8 @@ def command_line(main, silent=False):
         if not silent:
             note(f"error: {e}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as e:
+        sys.exit(128 + (e.args or (2,))[0])  # the signal's number
     finally:
         for name in ("stdout", "stderr"):
             try:

@@ -1209,7 +1209,7 @@ def find_logs(run):
         return [path]
     below = sorted([*path.glob("*.jsonl"), *path.glob("*/log.jsonl")])
     if not below:
-        raise InputError(f"{run} holds no run and no log")
+        raise InputError(f"{path} holds no run and no log")
     return below
 
 

@@ -2429,7 +2429,7 @@ SMALL = ["--model", "hmamba:D=32:L=2:H=2:N=4", "--data", "text.txt", "--seq", "3
          "--steps", "8", "--eval_every", "2", "--eval_seqs", "16", "--ckpt_every", "4", "--log_every", "1"]  # fmt: skip
 RUN_FILES = {".lock", "log.jsonl", "last.pt", "prev.pt", "best.pt", "sample.txt", "curve.png"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-INTERRUPT = partial(os.kill, os.getpid(), signal.SIGINT)
+INTERRUPT = partial(signal.raise_signal, signal.SIGINT)
 
 
 @pytest.fixture
@@ -2612,10 +2612,10 @@ def test_extras(program, monkeypatch, tmp_path):
 def signals(program, monkeypatch, name, count, stands_at):
     """A closed terminal may send SIGHUP twice; nohup has it ignored; a second Ctrl-C ends a run at once."""
     signum = getattr(signal, name)
-    at_step(monkeypatch, 6, lambda: [os.kill(os.getpid(), signum) for _ in range(count)])
-    if stands_at == 8:
-        signal.signal(signum, signal.SIG_IGN)
+    at_step(monkeypatch, 6, lambda: [signal.raise_signal(signum) for _ in range(count)])
+    before = signal.signal(signum, signal.SIG_IGN) if stands_at == 8 else signal.getsignal(signum)
     code, out, _ = program(train, "--resume", "cut")
+    signal.signal(signum, before)
     assert code == (0 if stands_at == 8 else 128 + signum)
     assert ("stopped after step 7; go on with: python train.py --resume cut" in out) == (stands_at == 7)
     assert sample.read_checkpoint("cut/last.pt")["step"] == stands_at
@@ -2634,12 +2634,15 @@ def a_bad_log(program, monkeypatch, garbage):
 
 
 def a_kill_in_the_last_validation(program, monkeypatch):
-    """Also by Ctrl-C, which does not wait for its end."""
+    """By a signal, which does not wait for its end."""
     real = train.evaluate
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "evaluate", lambda *args: real(*args) if args[5:] else INTERRUPT())
-        code, out, _ = program(train, "--resume", "cut")
-    assert (code, sample.read_checkpoint("cut")["step"]) == (130, 8) and "with: python train.py --resume cut\n" in out
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with monkeypatch.context() as patch:
+            kill = partial(signal.raise_signal, signum)
+            patch.setattr(train, "evaluate", lambda *args, kill=kill: real(*args) if args[5:] else kill())
+            code, out, _ = program(train, "--resume", "cut")
+        assert (code, sample.read_checkpoint("cut")["step"]) == (128 + signum, 8)
+        assert "repeat it with: python train.py --resume cut\n" in out
     assert program(train, "--resume", "cut")[0] == 0
     events = [e for e in report.read_log("cut") if e["event"] not in ("final", "sample")]
     Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -2818,6 +2821,12 @@ def test_ranks_are_made_by_torchrun_alone(program, no_curves, monkeypatch):
     real = train.broadcast_from_rank0  # a machine with another text under the same name: the hash is all that is a str
     monkeypatch.setattr(train, "broadcast_from_rank0", lambda make: "0's" if isinstance(x := real(make), str) else x)
     assert_refused(program(train, *SMALL), "text.txt is another text here than on rank 0")
+
+
+def test_empty_rank_beside_torchruns_other_variables():
+    env = os.environ | {"TORCHELASTIC_RUN_ID": "x", "RANK": "", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run([sys.executable, ROOT / "train.py"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: one of RANK, ")
 
 
 def test_backend_is_judged_before_anything_is_written(program, cut, monkeypatch, tmp_path):
@@ -3216,7 +3225,7 @@ NEW, RESUME, ORIGIN = [*SMALL], ["--resume", "run"], [*SMALL, "--init_from", "ru
 TRAIN_FAULTS = [  # (what the one line must say, arguments before those that follow in one string, what to do first)
     ("unknown model 'gru'; known: hmamba, mamba", NEW, "--model hmamba,gru"),
     ("has no size 'tinny'; known: tiny, small, 253m; did you mean tiny?", NEW, "--size tinny"),
-    ("--data '' names nothing", NEW, "--data="),
+    *[(f"--data {name!r} is no name", NEW, f"--data={name}") for name in ("", "-x", "./-x")],
     ("too short for --seq 100000", NEW, "--seq 32,100000 --seeds 1,2"),
     ("--steps 1000000000000 must be at least 1, at most 10^9", NEW, "--steps 1000000000000"),
     ("argument --lr: invalid float value: '1e-3,'", NEW, "--lr 1e-3,"),

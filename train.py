@@ -141,8 +141,8 @@ def parse_flags():
     if "model" in given:
         given["model"] = sample.import_models(",".join(given["model"])).split(",")
     for key in given.keys() & {"data", "out", "resume", "init_from"}:
-        if not given[key]:
-            raise InputError(f"--{key} '' names nothing")
+        if not given[key] or str(Path(given[key])).startswith("-"):  # a command to go on would take it for a flag
+            raise InputError(f"--{key} {given[key]!r} is no name: it is empty, or begins with -")
         given[key] = os.path.expanduser(given[key])
     if "out" in given and Path(given["out"]).absolute() == Path(given.get("resume", "\0")).absolute():
         goes_on = "eval_only" in given or holds_run(Path(given["out"]))
@@ -216,7 +216,7 @@ def learning_rate(step, s):
 # Several devices, signals, output
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # what torchrun sets for each of its processes; no other ranks are known
-launched = dist.is_torchelastic_launched() and "RANK" in os.environ
+launched = dist.is_torchelastic_launched() and all(os.environ.get(key, "").isdecimal() for key in RANKS)
 rank, world, local_rank = (int(os.environ[key]) for key in RANKS) if launched else (0, 1, 0)
 stop_signals = []  # these signals end the run after the present step
 
@@ -229,23 +229,26 @@ def print_rank0(text):
 
 
 @contextlib.contextmanager
-def signals_noted():
-    """Inside, SIGINT, SIGTERM and SIGHUP are noted in stop_signals, and do no more."""
-
-    def on_signal(signum, _):
-        # A closed terminal may send SIGHUP twice, and torchrun hands on what its ranks got already.
-        if stop_signals and world == 1 and signum in (signal.SIGINT, signal.SIGTERM):
-            raise KeyboardInterrupt  # at once, without saving
-        stop_signals.append(signum)
-        print_rank0(f"{signal.Signals(signum).name}: stopping after this step")
-
-    stop_signals.clear()
+def signals_handled(handler, *names):
+    """Inside, handler(signum, frame) has these signals, but for those that are ignored, as nohup leaves SIGHUP."""
     with contextlib.ExitStack() as before:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        for name in names:
             signum = getattr(signal, name, None)  # Windows has no SIGHUP
-            if signum and signal.getsignal(signum) != signal.SIG_IGN:  # as nohup leaves it
-                before.callback(signal.signal, signum, signal.signal(signum, on_signal))
+            if signum and signal.getsignal(signum) != signal.SIG_IGN:
+                before.callback(signal.signal, signum, signal.signal(signum, handler))
         yield
+
+
+def note_signal(signum, _):
+    # A closed terminal may send SIGHUP twice, and torchrun hands on what its ranks got already.
+    if stop_signals and world == 1 and signum in (signal.SIGINT, signal.SIGTERM):
+        raise KeyboardInterrupt(signum)  # at once, without saving
+    stop_signals.append(signum)
+    print_rank0(f"{signal.Signals(signum).name}: stopping after this step")
+
+
+def end_now(signum, _):
+    raise KeyboardInterrupt(signum)  # as Ctrl-C does
 
 
 @contextlib.contextmanager
@@ -572,7 +575,8 @@ def take_steps(run):
 
 def train(s, corpus, device, folder, checkpoint, again):
     """One run. again: the command that goes on with it. Raises SystemExit if a signal asked any rank to end."""
-    with signals_noted():
+    stop_signals.clear()
+    with signals_handled(note_signal, "SIGINT", "SIGTERM", "SIGHUP"):
         run = Run(s, corpus, device, folder, checkpoint)
         take_steps(run)
     if run.step < run.end:
@@ -784,7 +788,8 @@ def main():
     if not launched and set(RANKS) & os.environ.keys():
         raise InputError(f"one of {', '.join(RANKS)} is set: start several processes with torchrun, or unset it")
     try:
-        run(given)
+        with signals_handled(end_now, *(() if launched else ("SIGTERM", "SIGHUP"))):  # torchrun ends its ranks itself
+            run(given)
     except (InputError, MemoryError, RuntimeError) as e:
         if data.is_out_of_memory(e):
             e = InputError("out of memory: set --checkpointing, lower --micro (same result) or --seq")
