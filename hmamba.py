@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import cayley_scan, complex_scan, selective_scan
+from kernels import cayley_scan, check_tokens, complex_scan, selective_scan
 
 MOS_COMPONENTS = 4  # softmaxes in head=mos
 # The untrained H-Mamba block adds little to the residual stream, so the tied head sees mostly the embedding itself: the
@@ -273,26 +273,6 @@ def _init_dt_bias(bias):
 # Models
 
 
-def check_inputs(idx, targets, state, start):
-    """ValueError unless idx and targets are tokens (B, T), and state is of B sequences and as init_state makes it."""
-    if idx.dim() != 2 or 0 in idx.shape:
-        raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
-    for name, x in (("idx", idx), ("targets", targets)):
-        if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and not fits(state, start, idx):
-        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take one of init_state")
-
-
-def fits(state, start, idx):
-    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx."""
-    if isinstance(start, torch.Tensor):
-        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
-        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
-    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
-    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
-
-
 class Readout(nn.Module):
     """From the last hidden vector to scores over the vocabulary, tied to the embedding."""
 
@@ -356,7 +336,7 @@ class HMamba(nn.Module):
             token, but None after a training step: targets and no state given.
         Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
-        check_inputs(idx, targets, state, self.start)
+        check_tokens(idx, targets, state, self.start)
         keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         x, new_state = self.embedding(idx), []

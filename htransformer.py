@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import born_attention
+from kernels import born_attention, check_tokens
 
 EMBEDDING_STD = 0.01
 
@@ -265,29 +265,6 @@ class TransformerBlock(nn.Module):
 # Models
 
 
-def check_inputs(idx, targets, state, start):
-    """ValueError unless idx and targets are tokens (B, T), and state is of B sequences and as init_state makes it."""
-    if idx.dim() != 2 or 0 in idx.shape:
-        raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
-    for name, x in (("idx", idx), ("targets", targets)):
-        if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
-    if state is not None and not fits(state, start, idx):
-        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take one of init_state")
-
-
-def fits(state, start, idx):
-    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx. None
-    stands for the attention's state, which it checks itself."""
-    if isinstance(start, torch.Tensor):
-        is_float = isinstance(state, torch.Tensor) and state.is_floating_point()
-        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
-    if start is None or isinstance(start, int):
-        return isinstance(state, (tuple, type(None)) if start is None else int)
-    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
-    return is_list and all(fits(*pair, idx) for pair in zip(state, start))
-
-
 class HTransformer(nn.Module):
     """Byte-level language model with Born attention."""
 
@@ -321,7 +298,7 @@ class HTransformer(nn.Module):
             token, but None after a training step: targets and no state given. It would hold all keys and values.
         Raises: ValueError if idx is empty, or targets or state do not fit it.
         """
-        check_inputs(idx, targets, state, self.start)
+        check_tokens(idx, targets, state, self.start)
         keep_state = targets is None or state is not None
         state = self.init_state(idx.shape[0]) if state is None else state
         x, new_state = self.embedding(idx), []

@@ -446,6 +446,30 @@ def _check(shapes, *tensors, one_dtype=False, **sizes):
     return tuple(n for axis, n in sizes.items() if axis not in "12")
 
 
+def check_tokens(idx, targets, state, start):
+    """For the models. ValueError unless idx and targets are tokens (B, T), and state, if any, fits `start`, the model's
+    init_state(0), but for the batch."""
+    if idx.dim() != 2 or 0 in idx.shape:
+        raise ValueError(f"idx has shape {tuple(idx.shape)}; expected (B, T) with at least one sequence and one token")
+    for name, x in (("idx", idx), ("targets", targets)):
+        if x is not None and (x.shape != idx.shape or x.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"{name}: {x.dtype} {tuple(x.shape)}; expected int64 of shape {tuple(idx.shape)}")
+    if state is not None and not _fits(state, start, idx):
+        raise ValueError(f"no state of this model for {len(idx)} sequences on {idx.device}: take one of init_state")
+
+
+def _fits(state, start, idx):
+    """Whether a state has the structure of `start`, its shapes but for the batch, and the batch and device of idx. None
+    stands for the state of an operation, which checks it."""
+    if isinstance(start, Tensor):
+        is_float = isinstance(state, Tensor) and state.is_floating_point()
+        return is_float and (state.shape, state.device) == ((len(idx), *start.shape[1:]), idx.device)
+    if start is None or isinstance(start, int):
+        return isinstance(state, (tuple, type(None)) if start is None else int)
+    is_list = isinstance(state, (list, tuple)) and len(state) == len(start)
+    return is_list and all(_fits(*pair, idx) for pair in zip(state, start))
+
+
 def _compute_dtype(*tensors):
     return torch.float64 if torch.float64 in [x.dtype for x in tensors if x is not None] else torch.float32
 

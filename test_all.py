@@ -1562,6 +1562,20 @@ def test_h_mamba_without_its_clamp(gate, monkeypatch):
     torch.testing.assert_close(torch.cat((first, model(idx[:, 5:], state=state)[0]), 1), whole, rtol=0, atol=1e-4)
 
 
+def test_mamba_with_its_loss_summed():
+    """results/english/summed/summed.py: the loss of Mamba, and T times its gradient, exactly as T is a power of two."""
+    model, parent = make(sample.import_models(f"{ROOT}/results/english/summed/summed.py:MambaSummed")), make("mamba")
+    idx, found = text_batch(2, 17), []
+    for m in (model, parent):
+        loss = m(idx[:, :-1], idx[:, 1:])[1]
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in m.parameters())])
+    (loss, *summed), (mean, *grads) = found
+    assert loss == mean
+    for ours, theirs in zip(summed, grads):
+        assert torch.equal(ours, 16 * theirs)
+
+
 def test_mamba_is_the_published_one():
     """Against logits of the last position, and the loss, of transformers 5.24.0 and mambapy 1.2.0, which agree to 4e-7,
     for weights by a formula. The names of the parameters are theirs too."""
