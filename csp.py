@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, fields
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from kernels import complex_scan
 
@@ -352,49 +351,17 @@ class SignedMambaConfig(Config):
     transition: str = choice("fixed", "input")  # tanh(dt A), a sign for each state | tanh(W_a x), the input's choice
 
 
-def transition(r_t, A, out):
-    """tanh(r_t A) as 2 sigmoid(2 r_t A) - 1, which PyTorch evaluates six times as fast on a CPU."""
-    return torch.mul(r_t.unsqueeze(-1), 2 * A.unsqueeze(1), out=out).sigmoid_().mul_(2).sub_(1)
+def signed_scan(r, A, x, B, C):
+    """h_t = tanh(r_t A) h_{t-1} + x_t B_t, y_t = C_t . h_t, with h_0 = 0.
 
-
-class SignedScan(torch.autograd.Function):
-    """h_t = tanh(r_t A) h_{t-1} + x_t B_t, y_t = C_t . h_t, with h_0 = 0; 1.2 times as fast as autograd through a loop.
-
-    Args: r, x (S, K, T, E); A (S, E, N) or (S, E, 1); B, C (S, K, T, N). Returns: y (S, K, T, E).
+    Args: r, x (S, B, T, E); A (S, E, N) or (S, E, 1); B, C (S, B, T, N). Returns: y (S, B, T, E).
     """
-
-    @staticmethod
-    def forward(ctx, r, A, x, B, C):
-        S, K, T, E = x.shape
-        h, y = x.new_zeros(T + 1, S, K, E, B.shape[-1]), torch.empty_like(x)
-        a = x.new_empty(S, K, E, A.shape[-1])
-        for t in range(T):
-            transition(r[:, :, t], A, out=a)
-            torch.mul(a, h[t], out=h[t + 1]).addcmul_(x[:, :, t].unsqueeze(-1), B[:, :, t].unsqueeze(-2))
-            y[:, :, t] = (h[t + 1] @ C[:, :, t].unsqueeze(-1)).squeeze(-1)
-        ctx.save_for_backward(r, A, x, B, C, h)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        r, A, x, B, C, h = ctx.saved_tensors
-        d_r, d_x, d_B, d_C = (torch.empty_like(v) for v in (r, x, B, C))
-        d_h, d_A = torch.zeros_like(h[0]), torch.zeros_like(h[0][..., : A.shape[-1]])
-        a, product = torch.empty_like(d_A), torch.empty_like(h[0])
-        for t in reversed(range(grad.shape[2])):
-            grad_t, x_t, r_t = grad[:, :, t], x[:, :, t], r[:, :, t]
-            d_C[:, :, t] = (grad_t.unsqueeze(-2) @ h[t + 1]).squeeze(-2)
-            d_h.addcmul_(grad_t.unsqueeze(-1), C[:, :, t].unsqueeze(-2))
-            d_x[:, :, t] = (d_h @ B[:, :, t].unsqueeze(-1)).squeeze(-1)
-            d_B[:, :, t] = (x_t.unsqueeze(-2) @ d_h).squeeze(-2)
-            transition(r_t, A, out=a)
-            d_a = torch.mul(d_h, h[t], out=product).sum_to_size(d_A.shape)
-            d_h.mul_(a)  # now the gradient that reaches h_{t-1}
-            d_tanh = d_a.mul_(a.square_().neg_().add_(1))
-            d_A.addcmul_(d_tanh, r_t.unsqueeze(-1))
-            d_r[:, :, t] = d_tanh.mul_(A.unsqueeze(1)).sum(-1)
-        return d_r, d_A.sum(1), d_x, d_B, d_C
+    h, outputs = x.new_zeros(*x.shape[:2], x.shape[3], B.shape[3]), []
+    for r_t, x_t, B_t, C_t in zip(*(z.unbind(2) for z in (r, x, B, C))):
+        a_t = 2 * (2 * r_t.unsqueeze(-1) * A.unsqueeze(1)).sigmoid() - 1  # tanh, six times as fast on a CPU
+        h = torch.addcmul(x_t.unsqueeze(-1) * B_t.unsqueeze(-2), a_t, h)
+        outputs.append((h @ C_t.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(outputs, 2)
 
 
 class SignedMambaBlock(nn.Module):
@@ -428,7 +395,7 @@ class SignedMambaBlock(nn.Module):
         r, B, C = self.x_proj(u).split((cfg.dt_rank, cfg.N, cfg.N), -1)
         dt = F.softplus(self.dt_proj(r))
         rate, A = (dt, self.A) if cfg.transition == "fixed" else (self.W_a(u), u.new_ones(len(u), cfg.E, 1))
-        y = SignedScan.apply(rate, A, dt * u, B, C)
+        y = signed_scan(rate, A, dt * u, B, C)
         return x + self.out_proj((y + self.D * u) * F.silu(gate))
 
 
