@@ -1194,12 +1194,15 @@ def task_report(logs):
 
 
 def tables_and_figures(logs):
-    """task_report or training_report of logs of one kind. Raises InputError, also for a log that lacks a value."""
+    """task_report or training_report of {path: log} of one kind. Raises InputError, also for one that lacks a value."""
+    named, logs = logs, [*logs.values()]
     try:
         return (task_report if "task" in logs[0][0]["settings"] else training_report)(logs)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
-        what = f"{type(e).__name__}: {e}"
-        raise InputError(f"a log lacks a value ({what}): it is damaged, or of another version") from None
+        for path in named if len(logs) > 1 else ():
+            tables_and_figures({path: named[path]})  # the one at fault is named
+        what = f"lacks a value ({type(e).__name__}: {e}): it is damaged, or of another version"
+        raise InputError(f"{' or '.join(map(str, named))} {what}") from None
 
 
 def find_logs(run):
@@ -1237,7 +1240,7 @@ def main():
             raise InputError("two folders have one name, by which --forest groups: rename one")
         text, figures = "", {target.name: partial(plot_forest, folders)}
     else:
-        text, figures = tables_and_figures([*by_path.values()])
+        text, figures = tables_and_figures(by_path)
     if one_figure and not args.forest:
         ours = f"plot_{target.stem.partition('-')[0]}" in globals()  # a name of ours, or one of the user's own
         name = f"{target.stem}.png" if ours or tasks else "curves.png"

@@ -455,7 +455,7 @@ def main():
             raise
         # All that is finished here under this protocol, so that the tables hold more than the last command's runs.
         _, finished = read_folder(out)
-        logs = [log for log in finished.values() if report.protocol(log) == alike]
+        logs = {path: log for path, log in finished.items() if report.protocol(log) == alike}
         if len(logs) < len(finished):
             note = f"the tables leave out {len(finished) - len(logs)} finished runs of other settings in {out}"
             data.note(f"{note}: a new --out keeps the tables of both")

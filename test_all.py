@@ -3937,8 +3937,8 @@ def test_report_refuses(program):
     for argv, message in (
         ("a twice", "two runs of hmamba with seed 1, a and twice: name one of them"),
         *((names, different) for names in ("a config", "x y", "x z", "f g")), ("none", "none holds no run and no log"),
-        ("both", "both holds the logs of several runs"), ("keys", "a log lacks a value (KeyError: 'steps')"),
-        ("garbled", "a log lacks a value (TypeError: "),
+        ("both", "both holds the logs of several runs"), ("a keys", "error: keys lacks a value (KeyError: 'steps')"),
+        ("garbled", "error: garbled lacks a value (TypeError: "),
         ("nowhere", "cannot read the log nowhere"), ("empty", "its first line is no header"),
         *((name, "its first line is no header") for name in ("list", "null", "other")),
         ("a --forest --out all.png", "no two models of these runs"), ("a in/a --forest --out b.png", "have one name"),
@@ -5059,7 +5059,7 @@ def test_logs_that_do_not_fit_are_named(program, short_tasks):
     write_tree(Path("here/rnn-mod3-s42"), {"log.jsonl": b"{}\n"})
     for module, given, message in [
         (tasks, QUICK, "rnn-mod3-s42"), (report, ["here/rnn-mod3-s42"], "rnn-mod3-s42"),
-        (tasks, [*QUICK, "--seeds", 7, "--out", "damaged"], "error: a log lacks a value (KeyError: 'acc')"),
+        (tasks, [*QUICK, "--seeds", 7, "--out", "damaged"], "damaged/x/log.jsonl lacks a value (KeyError: 'acc')"),
         (tasks, [*QUICK, "--seeds", 7, "--out", "a"], "of rnn with seed 42, a/x/log.jsonl and a/y/log.jsonl: name one"),
         (report, ["a/x", "2"], "epochs is 1 and 2"), (report, ["unfinished"], "not finished"),
         (report, ["text", "2"], "neither into one report with those of train.py"),
