@@ -613,8 +613,10 @@ def step_ratio(models, pair, target):
     only the second does; "" if nothing follows."""
 
     def steps(events):
-        reached = steps_to_target(events, target)
-        return max(curve(events), default=0) if reached is None else reached, reached is not None
+        reached, points = steps_to_target(events, target), curve(events)
+        if reached is None and min(points.values(), default=math.inf) <= target:
+            return None  # it was reached before a log that was begun anew
+        return max(points, default=0) if reached is None else reached, reached is not None
 
     found = paired(models, pair, steps)
     both = [(x, y) for (x, _), (y, _) in found]

@@ -338,7 +338,7 @@ def parse_numbers(flag, text):
         for part in text.split(","):
             first, _, last = part.partition("-")
             found = range(int(first), int(last if "-" in part else first) + 1)
-            numbers += found if len(found) <= 10**4 else [2**32]
+            numbers += found if 0 < len(found) <= 10**4 else [2**32]
         if numbers and max(numbers) < 2**32:
             return numbers
     raise InputError(f"--{flag} {text!r} is no list of numbers and rising ranges, such as 42-46 or 1,2,7")

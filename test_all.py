@@ -3985,11 +3985,13 @@ def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
     assert [x.get_text() for x in drawn["three.png"][0].get_yticklabels()] == ["mamba\n/ hmamba, 1 of 2 seeds"]
     losses = {"fast": [8, 4, 3, 2], "slow": [8, 6, 5, 3.5], "late": [8, 6, 4, 3], "cut": [8, 4, 3]}
     runs = {name: write_log(tmp_path / name, "hmamba", bpc, steps=60) for name, bpc in losses.items()}
+    runs["anew"] = [runs["fast"][0], *(e for e in runs["fast"] if e["step"] > 20)]  # from 3.0 on, in step 40
     for ours, theirs, target, steps, sign in (
         ("slow", "fast", 4.0, [(pytest.approx(60 - 20 / 3), 20)], "="),
         ("slow late", "fast late", 3.0, [(60, 40), (60, 60)], ">"), ("fast", "slow", 3.0, [(40, 60)], "<"),
         ("cut", "fast", 2.0, [(40, 60)], ">"),  # at least that, of a run that was cut short
         ("slow", "slow", 3.0, [(60, 60)], ""), ("slow fast", "fast slow", 3.0, [(60, 40), (40, 60)], ""),
+        ("slow anew", "fast fast", 4.0, [(pytest.approx(60 - 20 / 3), 20)], "="), ("anew", "slow", 2.5, [(50, 60)], "<"),
     ):  # fmt: skip
         models = [{seed: runs[name] for seed, name in enumerate(names.split())} for names in (ours, theirs)]
         assert report.step_ratio(models, (0, 1), target) == (steps, sign)
@@ -4984,7 +4986,7 @@ TASK_FAULTS = [
         ("csp-fast:layers=0", "layers must be at least 1"), ("decoder:heads=5", "unknown heads 5; known: 4"))),
     *((f"--seeds={text}", f"--seeds '{text}' is no list")
       for text in ("42-", "", "-1", "5-3", str(2**32), f"1-{2**50}")),
-    ("--lengths 16,x", "--lengths '16,x' is no list"),
+    *((f"--lengths {text}", f"--lengths '{text}' is no list") for text in ("16,x", "16,64-32")),
     *((f"--{name} 0", f"--{name} must be at least 1") for name in ("lengths", "train_length", "epochs", "batch")),
     *((f"--lr {text}", "--lr must be above 0") for text in ("0", "nan")),
     ("--device tpu", "no device 'tpu' here"), ("--out=", "--out '' must be a folder"),
