@@ -2628,10 +2628,11 @@ def signals(program, monkeypatch, name, count, stands_at):
     signum = getattr(signal, name)
     at_step(monkeypatch, 6, lambda: [signal.raise_signal(signum) for _ in range(count)])
     before = signal.signal(signum, signal.SIG_IGN) if stands_at == 8 else signal.getsignal(signum)
-    code, out, _ = program(train, "--resume", "cut")
+    code, out, _ = program(train, "--resume", "cut", "--stop_at", 8)
     signal.signal(signum, before)
     assert code == (0 if stands_at == 8 else 128 + signum)
-    assert ("stopped after step 7; go on with: python train.py --resume cut" in out) == (stands_at == 7)
+    told = "stopped after step 7; go on with: python train.py --resume cut --stop_at 8\n"
+    assert (told in out) == (stands_at == 7)
     assert sample.read_checkpoint("cut/last.pt")["step"] == stands_at
 
 
@@ -2660,6 +2661,15 @@ def a_kill_in_the_last_validation(program, monkeypatch):
     assert program(train, "--resume", "cut")[0] == 0
     events = [e for e in report.read_log("cut") if e["event"] not in ("final", "sample")]
     Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+
+def an_evaluation_of_an_earlier_checkpoint(program, monkeypatch):
+    """Its line does not end the log at that checkpoint's step."""
+    log = Path("cut/log.jsonl")
+    before, line = log.read_text(), '{"event": "eval", "step": 2, "tokens": 512, "time_s": 1.0, "val_loss": 5.0}\n'
+    log.write_text(before + line)
+    assert program(train, "--resume", "cut", "--stop_at", 7)[::2] == (0, "")
+    log.write_text(log.read_text().replace(line, ""))
 
 
 def a_kill(program, monkeypatch, calls):
@@ -2721,7 +2731,7 @@ INCIDENTS = [
     (signals, "SIGINT", 1, 7), (signals, "SIGTERM", 1, 7), (signals, "SIGHUP", 2, 7), (signals, "SIGINT", 2, 6),
     (signals, "SIGHUP", 1, 8), (a_bad_log, b"garbage\n\n5\n{}\n\xff\xfe\n"), (a_bad_log, b""),
     (a_kill, 2), (a_kill, 5), (a_kill, 9), (a_kill_in_the_last_validation,), (data_that_changes,), (a_full_disk,),
-    (a_damaged_checkpoint,),
+    (a_damaged_checkpoint,), (an_evaluation_of_an_earlier_checkpoint,),
 ]
 
 

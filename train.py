@@ -401,7 +401,8 @@ class Run:
         if rank == 0 and self.step > 0 and log.exists() and log.stat().st_size > 0:
             self.log = report.Log(self.folder, self.start, keep=self.step)
             events = report.read_log(log)
-            ends, logs_every = events[-1]["step"], events[0].get("settings", {}).get("log_every", 0)
+            ends = max(e["step"] for e in events)  # the last line may be of --eval_only, and of an earlier best.pt
+            logs_every = events[0].get("settings", {}).get("log_every", 0)
             if self.step - ends > max(s.log_every, logs_every):
                 data.note(f"warning: {log} ends at step {ends}: tables bridge what it lacks to step {self.step}")
             self.write("resume", **ran)
@@ -765,7 +766,7 @@ def run(given):
         with contextlib.ExitStack() as held:
             folder = broadcast_from_rank0(partial(open_folder, job, "out" in given, held))
             again = f"python train.py --resume {shlex.quote(str(folder))}{sample.model_flag(s.model)}"
-            again += f" --device {given['device']}" if "device" in given else ""
+            again += "".join(f" --{key} {given[key]}" for key in ("device", "stop_at") if key in given)
             again += " (what follows in the list has not begun)" * (job is not jobs[-1])
             if all_go_on:
                 again = f"the same command and --out {shlex.quote(str(folder.parent))}"
