@@ -147,7 +147,8 @@ def is_out_of_memory(e):
 
 def cache_dir():
     """Where prepared corpora are kept: $NANOHILBERT_DATA, or else data/ beside this file."""
-    return Path(os.path.expanduser(os.environ.get("NANOHILBERT_DATA") or Path(__file__).parent / "data")).resolve()
+    folder = os.environ.get("NANOHILBERT_DATA") or Path(__file__).parent / "data"
+    return Path(os.path.realpath(os.path.expanduser(folder)))  # resolve() raises at links in a circle
 
 
 def replace_file(path, write, keep=None):
@@ -531,8 +532,9 @@ def read_parquet(file, path, column):
         # With pre_buffer, or without the row group named, it reads ahead: memory would grow with the file.
         with ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
             columns, strings = {c.name: str(c.type) for c in table.schema_arrow}, "(large_)?(string|binary)(_view)?"
-            if not re.fullmatch(f"{strings}|dictionary<values={strings},.*", columns.get(column, "")):
-                raise InputError(f"{path} has no column of strings named {column} (--column); its columns: {columns}")
+            is_text = re.fullmatch(f"{strings}|dictionary<values={strings},.*", columns.get(column, ""))
+            if not is_text or table.schema_arrow.names.count(column) > 1:
+                raise InputError(f"{path} has no one column of strings named {column} (--column): it has {columns}")
             for group in range(table.num_row_groups):
                 about = table.metadata.row_group(group)
                 rows = 1 + min(999, (about.num_rows << 24) // max(1, about.total_byte_size))

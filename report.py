@@ -1200,7 +1200,7 @@ def tables_and_figures(logs):
     named, logs = logs, [*logs.values()]
     try:
         return (task_report if "task" in logs[0][0]["settings"] else training_report)(logs)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as e:
         for path in named if len(logs) > 1 else ():
             tables_and_figures({path: named[path]})  # the one at fault is named
         what = f"lacks a value ({type(e).__name__}: {e}): it is damaged, or of another version"
@@ -1250,7 +1250,10 @@ def main():
             names = ", ".join(figure.removesuffix(".png") for figure in figures)
             raise InputError(f"--out {args.out} is none of their figures: these runs have {names}")
         figures = {target.name: figures[name]}
+    written = {Path(out, name).resolve() for name in (*figures, "tables.md")} if out else ()
     if args.csv is not None:
+        if Path(os.path.expanduser(args.csv)).resolve() in written:
+            raise InputError(f"--csv {args.csv} is a file that --out writes: name another")
         write_csv(args.csv, by_path)
         print(f"wrote {args.csv}")
     sys.exit(show_report(text, figures, out, "" if one_figure else text))

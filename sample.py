@@ -409,7 +409,8 @@ def filter_logits(logits, seen, temperature, top_k, top_p, repetition_penalty):
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     if top_p < 1:  # the smallest set of tokens that holds top_p of the probability
-        p, order = logits.softmax(-1).sort(descending=True, stable=True)
+        falling, order = logits.sort(descending=True, stable=True)  # probabilities may have rounded to one value
+        p = falling.softmax(-1)
         logits = logits.index_fill(0, order[p.cumsum(-1) - p >= top_p], -torch.inf)
     return logits
 
@@ -521,15 +522,20 @@ def main():
     note(f"{meta['path']}, step {meta['step']}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")
     encode, to_bytes = codec(model.config.V)
     tokens = encode(prompt)
-    if args.score is not None:
-        print(score_table(score(model, tokens), [to_bytes(token) for token in tokens]))
-        return
     sampling, start = [args.temperature, args.top_k, args.top_p, args.repetition_penalty], time.perf_counter()
-    for i in range(args.num_samples):
-        print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
-        for piece in decode(generate(model, tokens, args.length, *sampling, args.seed + i), model.config.V):
-            print(piece, end="", flush=True)
-        print("\n---------------" if args.num_samples > 1 else "", flush=True)
+    try:
+        if args.score is not None:
+            print(score_table(score(model, tokens), [to_bytes(token) for token in tokens]))
+            return
+        for i in range(args.num_samples):
+            print(printable(prompt.decode("utf-8", errors="replace")), end="", flush=True)
+            for piece in decode(generate(model, tokens, args.length, *sampling, args.seed + i), model.config.V):
+                print(piece, end="", flush=True)
+            print("\n---------------" if args.num_samples > 1 else "", flush=True)
+    except Exception as e:  # a model of a file may have a longest text
+        if ".py:" not in meta["spec"] or isinstance(e, (InputError, OSError)) or is_out_of_memory(e):
+            raise
+        raise InputError(f"{meta['spec']} fails at a text of this length: {reason(e)}") from None
     note(f"{args.num_samples * args.length / (time.perf_counter() - start):,.0f} tokens/s")
 
 

@@ -1712,7 +1712,7 @@ def joined(texts):
 def parquet(texts, column="text", kind=None, **options):
     """A parquet file with two columns, 50 rows in a row group."""
     strings = pa.array((t if t is None else t.decode() for t in texts), kind or pa.string())
-    table = pa.table({"id": range(len(texts)), column: strings})
+    table = pa.table([pa.array(range(len(texts))), strings], names=["id", column])
     pq.write_table(table, f := io.BytesIO(), **{"row_group_size": 50, "compression": "none"} | options)
     return f.getvalue()
 
@@ -1743,7 +1743,8 @@ FAULTS = [  # the files (a file: x), the command line, what the message has to s
      "train on (left out: hidden: .git, .h; tables of runs: tables.md)"),
     ({f"x/{c}": NO_COLUMN for c in "abcd"}, ["x"], "(left out: JSON lines without a column text: a, b, c, ...)"),
     ({"x/a.TOKENS": text(900)}, ["x"], "(left out: GPT-2's tokens: a.TOKENS)"),
-    (parquet(documents(9), "body"), ["x", "--column", "id"], "id (--column); its columns: {'id': 'int64'"),
+    (parquet(documents(9), "body"), ["x", "--column", "id"], "strings named id (--column): it has {'id': 'int64'"),
+    (parquet(documents(9), "id"), ["x", "--column", "id"], "x has no one column of strings named id (--column)"),
     (parquet(documents(99))[:-9], ["x"], "not a readable parquet file"),
     *((flip(zipped({"a": text(9000)}, method)), ["x"], "damaged or encrypted zip") for method in (8, 14)),
     *((b'{"text": "a"}\n' * 9 + b'{"text": ' + value, ["x"], "x, line 10: no JSON with a string named text")
@@ -2024,8 +2025,10 @@ def test_data_names_and_places(program, cache, monkeypatch):
     for value, place in ("/elsewhere", Path("/elsewhere")), ("~/y", cache.parent / "y"), ("", ROOT / "data"):
         monkeypatch.setenv("NANOHILBERT_DATA", value)
         assert data.cache_dir() == place
-    monkeypatch.setenv("NANOHILBERT_DATA", "stdlib/cache")
-    assert_refused(program(data, "."), "NANOHILBERT_DATA")
+    Path("loop").symlink_to("loop")
+    for value in "stdlib/cache", "loop":
+        monkeypatch.setenv("NANOHILBERT_DATA", value)
+        assert_refused(program(data, "stdlib"), "NANOHILBERT_DATA")
 
 
 def test_data_stdlib_is_the_library_without_its_tests(cache, monkeypatch):
@@ -3393,6 +3396,7 @@ def test_filters_of_the_logits():
         ({"top_k": 2}, 0, -1, out, out), ({"top_k": 9}, 0, -1, -2, -3),
         *(({"top_p": p}, 0, out, out, out) for p in (1e-9, 0.64)), ({"top_p": 0.65}, 0, -1, out, out),
         ({"repetition_penalty": 2}, 0, 0, -1, -3), ({"repetition_penalty": 4, "temperature": 0}, out, 0, out, out),
+        ({"repetition_penalty": 4, "temperature": 1e9, "top_p": 1e-9}, out, 0, out, out),
     ):  # fmt: skip
         found = sample.filter_logits(logits, **plain | changes)
         torch.testing.assert_close(found, torch.tensor(expected).float(), rtol=1e-6, atol=0)
@@ -3485,6 +3489,13 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
     assert_refused(program(train, "--resume", run, "--model", spec), "mygru.py was changed since this run began")
     code, _, err = program(train, "--resume", run, "--model", spec, "--eval_only")
     assert (code, err) == (0, f"note: mygru.py was changed since the run of {run}/best.pt began\n")
+    with open("mygru.py", "a") as f:  # a longest text, as of learned positions
+        f.write("\nreal = MyGRU.forward\nMyGRU.forward = lambda self, idx, *given, **named: real(\n"
+                "    self, idx if idx.shape[1] < 9 else 1 / 0, *given, **named)\n")
+    sample.FILES.clear()
+    told = "mygru.py:MyGRU:D=8 fails at a text of this length: ZeroDivisionError: division by zero (mygru.py, line "
+    code, out, err = program(sample, run, "--model", spec, "--score", "mygru.py")
+    assert (code, out) == (2, "") and told in err
     with open("mygru.py", "a") as f:
         f.write("\nnn = None")
     sample.FILES.clear()
@@ -3955,6 +3966,8 @@ def test_report_refuses(program):
         ("a a/ --forest --out b.png", "no two models"),
         ("a --forest", "--forest draws one figure"), ("a --csv .", "cannot write --csv ."),
         ("--csv in/a/log.jsonl a", "--csv in/a/log.jsonl has a log's name: name the file to write"),
+        *((f"a --csv in/{name} --out in/a/../{to}", "is a file that --out writes") for name, to in (
+            ("tables.md", ""), ("curves.png", "curves.png"))),
         ("a --out curves.jpg", "must be a folder, or for report.py a figure, .png"),
         ("a --out=", "must be a folder"), ("a --out empty", "--out empty must be a folder"),
         ("a --out a/log.jsonl/figures", "cannot write a/log.jsonl/figures"),
@@ -4001,7 +4014,8 @@ def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
         ("slow late", "fast late", 3.0, [(60, 40), (60, 60)], ">"), ("fast", "slow", 3.0, [(40, 60)], "<"),
         ("cut", "fast", 2.0, [(40, 60)], ">"),  # at least that, of a run that was cut short
         ("slow", "slow", 3.0, [(60, 60)], ""), ("slow fast", "fast slow", 3.0, [(60, 40), (40, 60)], ""),
-        ("slow anew", "fast fast", 4.0, [(pytest.approx(60 - 20 / 3), 20)], "="), ("anew", "slow", 2.5, [(50, 60)], "<"),
+        ("slow anew", "fast fast", 4.0, [(pytest.approx(60 - 20 / 3), 20)], "="),
+        ("anew", "slow", 2.5, [(50, 60)], "<"),
     ):  # fmt: skip
         models = [{seed: runs[name] for seed, name in enumerate(names.split())} for names in (ours, theirs)]
         assert report.step_ratio(models, (0, 1), target) == (steps, sign)
