@@ -238,7 +238,7 @@ def update(model, optimizer, loss):
     optimizer.zero_grad()
     loss.sum().backward()
     S, parameters = len(loss), [p for p in model.parameters() if p.grad is not None]  # but for frozen ones
-    norm = torch.stack([p.grad.reshape(S, -1).square().sum(1) for p in parameters]).sum(0).sqrt()
+    norm = torch.stack([p.grad.reshape(S, -1).abs().square().sum(1) for p in parameters]).sum(0).sqrt()
     finite = norm.isfinite()
     scale = torch.where(finite, CLIP / (norm + 1e-6), 0.0).clamp(max=1)
     if not finite.all():
@@ -274,7 +274,8 @@ def train(s, seeds, device):
     """Trains `seeds` of one model on one task. Returns the events of each seed's log."""
     model = build(s.model, s.task, seeds).to(device)
     S, start = len(seeds), time.monotonic()
-    optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=device.type != "mps")
+    fused = device.type != "mps" and all(p.is_floating_point() for p in model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=fused)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]  # of the dropout
     y = batches(s.task, seeds, EVAL_SAMPLES, max(s.lengths), (0, max(s.lengths)), device)[1]
     shares = torch.bincount(y[y != NOT_SCORED], minlength=TASKS[s.task].classes) / (y != NOT_SCORED).sum()

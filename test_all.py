@@ -3659,7 +3659,7 @@ SOUND = {  # what a user may do as well: (what is replaced in the example)
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_a_sound_model_of_a_file_is_taken(program, gru, kind):
+def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, kind):
     for old, new in SOUND[kind]:
         assert old in gru
         gru = gru.replace(old, new)
@@ -3667,6 +3667,8 @@ def test_a_sound_model_of_a_file_is_taken(program, gru, kind):
     model = ["--model", "lib/mygru.py:MyGRU:D=8"]
     assert program(train, *model, *SHORT, "--params")[::2] == program(train, *model, *SHORT, "--out", "run")[::2]
     assert program(sample, "run", *model, "--length", 1)[0] == 0
+    if kind == "a complex parameter":
+        assert program(tasks, *QUICK, *model)[0] == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -4901,6 +4903,9 @@ def test_gradients_are_clipped_by_seed(bad):
         stays = [[torch.equal(p[i], old[i]) for p, old in zip(model.parameters(), before)] for i in (0, 1)]
         assert (all(stays[0]), any(stays[1])) == (not is_finite, False)
     assert all(p.isfinite().all() for p in model.parameters())
+    p = torch.nn.Parameter(torch.zeros(1, 2, dtype=torch.cfloat))
+    loss = (torch.tensor([-3j, 4]) * p).sum(1).real  # a gradient of 3i and 4
+    assert tasks.update(torch.nn.ParameterList([p]), torch.optim.Adam([p]), loss).item() == 5
 
 
 @pytest.mark.slow
