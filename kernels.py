@@ -99,7 +99,8 @@ def complex_scan(log_decay, theta, b, h0=None, method="exact", backend=None):
     """Complex (or real) diagonal linear recurrence h_t = exp(log_decay_t + i theta_t) h_{t-1} + b_t, QS eq. 2.
 
     Args:
-        log_decay: (B, T, C) or (B, T, 1), log-modulus of the transition, usually <= 0: the growth over a few hundred steps must stay below e^88.
+        log_decay: (B, T, C) or (B, T, 1), log-modulus of the transition, usually <= 0: over some hundred steps it may
+            grow to e^88.
         theta: (B, T, C), its angle in radians; None for a real recurrence. Beyond 1e5 the Triton kernel loses digits.
         b: (B, T, C, 2) input, or (B, T, C) if theta is None.
         h0: (B, C, 2) or (B, C) state before the first step; None is zero.
