@@ -2016,6 +2016,17 @@ def test_data_stopped_while_preparing(program, cache, monkeypatch):
     assert data.load(folder, 16).tokens.tobytes() == grown + text(300_000)
 
 
+def test_no_program_reads_its_own_output(cache):
+    """As of `nohup python train.py --data . &`."""
+    write_tree(Path("own"), {"a": text(9000), "pic.png": b"\0"})
+    with open("own/nohup.out", "w") as out:
+        for _ in range(2):
+            subprocess.run([sys.executable, ROOT / "data.py", "own"], stdout=out, stderr=subprocess.STDOUT, check=True)
+    said = Path("own/nohup.out").read_text()
+    assert said.count("own: left out binary data: pic.png; output of this program: nohup.out\n") == 2
+    assert said.count("size   9,000 bytes\n") == 2
+
+
 def test_data_names_and_places(program, cache, monkeypatch):
     """A known name comes before a path; ~ is the user's folder; a file where the cache should be stays."""
     write_tree(Path(), {"stdlib": text(9000)})
