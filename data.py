@@ -414,9 +414,12 @@ def kind_of(file, column):
             first = next(filter(bytes.strip, iter(partial(file.readline, 1 << 24), b"")))  # that is not empty
             if len(first) == 1 << 24 and re.match(rb'\s*\{\s*"', first.removeprefix(codecs.BOM_UTF8)):
                 return "JSON lines of over 16 MB", 'cut its documents, or --column "" for the bytes as they are'
+            looks_so = re.fullmatch(rb'\{\s*".*\}\s*', first.removeprefix(codecs.BOM_UTF8).lstrip())
             if column in json.loads(first):
                 return "JSON lines", None
             return f"JSON lines without a column {column}", 'name one with --column, or "" for the lines as they are'
+        if looks_so:
+            return "JSON lines, the first of which is no JSON", 'mend it, or --column "" for the lines as they are'
     return "bytes", None
 
 

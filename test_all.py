@@ -1749,6 +1749,8 @@ FAULTS = [  # the files (a file: x), the command line, what the message has to s
     *((flip(zipped({"a": text(9000)}, method)), ["x"], "damaged or encrypted zip") for method in (8, 14)),
     *((b'{"text": "a"}\n' * 9 + b'{"text": ' + value, ["x"], "x, line 10: no JSON with a string named text")
       for value in (b"3}\n", b"[" * 200_000)),
+    *((line + b'\n{"text": "a"}\n' * 900, ["x"], "read as it is (JSON lines, the first of which is no JSON)")
+      for line in (b'{"text": "a\tb"}', b'{"text": "a",}')),
     (NO_COLUMN, ["x"], 'without a column text): name one with --column, or "" for the lines as they are'),
     *((bom + b'{"text": "' + b"x" * 2**24, ["x"], "x cannot be read as it is (JSON lines of over 16 MB): cut its doc")
       for bom in (b"", codecs.BOM_UTF8)),
