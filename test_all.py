@@ -2018,6 +2018,7 @@ def test_data_stopped_while_preparing(program, cache, monkeypatch):
     assert data.load(folder, 16).tokens.tobytes() == grown + text(300_000)
 
 
+@pytest.mark.slow
 def test_no_program_reads_its_own_output(cache):
     """As of `nohup python train.py --data . &`."""
     write_tree(Path("own"), {"a": text(9000), "pic.png": b"\0"})
@@ -2863,6 +2864,7 @@ def test_ranks_are_made_by_torchrun_alone(program, no_curves, monkeypatch):
     assert_refused(program(train, *SMALL), "text.txt is another text here than on rank 0")
 
 
+@pytest.mark.slow
 def test_empty_rank_beside_torchruns_other_variables():
     env = os.environ | {"TORCHELASTIC_RUN_ID": "x", "RANK": "", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     done = subprocess.run([sys.executable, ROOT / "train.py"], env=env, capture_output=True, text=True)
@@ -5356,6 +5358,7 @@ def test_pages_are_short_and_plain(page):
     assert len(rows) == 8 and all(len(row.split("|")[2].split()) <= 20 for row in rows)
 
 
+@pytest.mark.slow
 def test_commands_and_code_of_the_pages(program):
     """What CI runs is README's; its code runs; the new task of PAPERS.md is s3."""
     assert "pip install -r requirements.txt && python train.py\n" in README
