@@ -430,15 +430,6 @@ def is_run(folder):
     return False
 
 
-def own_output():
-    """(inode, device) of the files, if any, to which stdout and stderr go: they grow as this program speaks."""
-    found = set()
-    for number in (1, 2):
-        with suppress(OSError):  # closed
-            found.add(os.fstat(number)[1:3])
-    return found
-
-
 def why_left_out(path, stdlib):
     """Why a file or folder in a folder is no data, or None."""
     if path.name.startswith(".") or stdlib and path.name in NOT_STDLIB:
@@ -450,8 +441,10 @@ def why_left_out(path, stdlib):
     if path.name == "tables.md":  # of report.py, which may come in between a run and its resumption
         return "tables of runs"
     if not path.is_dir():
-        output = "output of this program" if path.stat()[1:3] in own_output() else None
-        return output if path.is_file() else "not a regular file"
+        with suppress(OSError):  # a stream is closed
+            if any(os.path.samestat(path.stat(), os.fstat(stream)) for stream in (1, 2)):
+                return "output of this program"  # it grows as the program speaks
+        return None if path.is_file() else "not a regular file"
     if path == cache_dir() or path.name == "__pycache__" or (path / "pyvenv.cfg").exists():
         return "cache"
     return "folder of a run" if is_run(path) else None
