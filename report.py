@@ -18,7 +18,6 @@ bits per character, if the tokens are bytes, and else bits a token. "+-" is half
 import colorsys
 import csv
 import io
-import itertools
 import json
 import math
 import os
@@ -31,8 +30,11 @@ import textwrap
 import time
 import warnings
 import zlib
+from collections import namedtuple
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -311,7 +313,7 @@ FORMATS = (".png", ".pdf", ".svg")
 
 def style(label):
     """Colour and dashes of a model's lines in every figure, by its name and options alone."""
-    name, *options = re.split("[: ]", label.partition(", ")[0])
+    name, options, *_ = parse_label(label)
     code = zlib.crc32(":".join(sorted(options)).encode(), 38)  # 38: the variants in results/ look apart
     real = name in REAL or "field=real" in options
     if name not in COLOURS:
@@ -487,29 +489,19 @@ def spec_label(spec):
     return " ".join(rest) or Path(file).stem if file.endswith(".py") else spec
 
 
-def parts(label):
-    """(model, its options, rate or "") of a label such as "hmamba:N=4, rate 0.002"."""
+Label = namedtuple("Label", "model options size kind rate parent family")
+
+
+def parse_label(label):
+    """What a label such as "hmamba:N=4, rate 0.002" says. kind: the model and its options but those of its size;
+    parent: of a user's class the model that it is named after, as HMambaMinus; family: the complex model of a twin."""
     spec, _, rate = label.partition(", ")
     model, *options = re.split("[: ]", spec)
-    return model, {*options}, rate
-
-
-def split_label(label):
-    """(model, its options but those of its size) of a label."""
-    model, options, _ = parts(label)
-    return model, sorted(option for option in options if option.split("=")[0] not in SHAPE)
-
-
-def parent(label):
-    """The name of a label's model; of a user's class that of the model which its name begins with, as HMambaMinus."""
-    model = parts(label)[0]
-    found = re.match("HTransformer|Transformer|HMamba|Mamba|PAM|SAM", model)
-    return found[0].lower() if found else model
-
-
-def family(label):
-    """The complex model that a label's model is, or is the twin or a variant of."""
-    return COMPLEX.get(parent(label), parent(label))
+    size = {x for x in options if x.split("=")[0] in SHAPE}
+    named = re.match("HTransformer|Transformer|HMamba|Mamba|PAM|SAM", model)
+    parent = named[0].lower() if named else model
+    kind = ":".join([model, *sorted({*options} - size)])
+    return Label(model, {*options}, size, kind, rate, parent, COMPLEX.get(parent, parent))
 
 
 def reference(label, labels):
@@ -518,25 +510,25 @@ def reference(label, labels):
     family, likewise; or else the first of all."""
     if label in FAMILIES:
         return None
-    (model, options, rate), known = parts(label), family(label) in FAMILIES
-    size, whole, others = {x for x in options if x.split("=")[0] in SHAPE}, {x: parts(x) for x in labels}, []
-    for name in [parent(label)] * (parent(label) != model) + [family(label)]:
-        fits = {x: (len(o & size), r == rate, len(o)) for x, (m, o, r) in whole.items()
-                if m == name and (o == options or o <= size) and (m, o) != (model, options)}  # fmt: skip
-        others += [max(fits, key=fits.get)] if fits else []
-    earlier = itertools.takewhile(lambda x: x != label, labels)
-    earlier = [x for x in earlier if (family(x) == family(label) if known else whole[x][:2] == (model, options))]
-    others += sorted(earlier, key=lambda x: whole[x][2] != rate)[:1]
-    others += [next(iter(labels))] * (options != set() or model not in FAMILIES)
-    return next((other for other in others if other != label), None)
+    ours, known, others = parse_label(label), {x: parse_label(x) for x in labels}, []
+    for name in [ours.parent] * (ours.parent != ours.model) + [ours.family]:
+        fits = {x: (len(y.options & ours.size), y.rate == ours.rate, len(y.options)) for x, y in known.items()
+                if y.model == name and y[:2] != ours[:2] and (y.options == ours.options or y.options <= ours.size)}
+        others.append(max(fits, key=fits.get, default=None))  # fmt: skip
+    alike = attrgetter("family") if ours.family in FAMILIES else itemgetter(0, 1)  # the same model and options
+    earlier = [x for x in [*known][: [*known].index(label)] if alike(known[x]) == alike(ours)]
+    others.append(min(earlier, key=lambda x: known[x].rate != ours.rate, default=None))
+    if ours.options or ours.model not in FAMILIES:
+        others.append(next(iter(known)))
+    return next((other for other in others if other not in (None, label)), None)
 
 
 def by_family(models):
     """{title: {label: runs}}: a panel for each family if each is a paper's and has several models, else one for all."""
     found = {}
     for label, runs in models.items():
-        found.setdefault(FAMILIES.get(family(label)), {})[label] = runs
-    paired = None not in found and all(len({split_label(x)[0] for x in members}) > 1 for members in found.values())
+        found.setdefault(FAMILIES.get(parse_label(label).family), {})[label] = runs
+    paired = None not in found and all(len({parse_label(x).model for x in members}) > 1 for members in found.values())
     return found if paired else {"": models}
 
 
@@ -545,31 +537,29 @@ def group_runs(logs):
     shared["kind"] is what the groups differ in, {setting: value}. Labels are models, with their rates if one has
     several, and the ends of the cosine if a rate has several; complex models come before their twins, models
     before their variants. Raises InputError for two runs of one label and seed, or of different configurations."""
-    groups, place, found = {}, {name: i for i, name in enumerate(FAMILIES)}, []
+    groups, found = {}, []
     for events in logs:
-        settings, data = {"tokens": "bytes", "init_from": "scratch"}, events[0]["data"]
-        settings |= {k: v for k, v in events[0]["settings"].items() if v is not None}
+        data, settings = events[0]["data"], {k: v for k, v in events[0]["settings"].items() if v is not None}
+        settings = {"tokens": "bytes", "init_from": "scratch"} | settings
         shared = {k: v for k, v in settings.items() if k not in NOT_SHARED}
         shared["data"] = f"{data['name']} {data['sha256'][:8]}"
         groups.setdefault(json.dumps(shared, sort_keys=True), (shared, []))[1].append(events)
     origins = {s["init_from"]: "/".join(Path(s["init_from"]).parts[-2:]) for s, _ in groups.values()}
     alike = len({*origins.values()}) < len(origins)
     kinds = [s | {"init_from": s["init_from"] if alike else origins[s["init_from"]]} for s, _ in groups.values()]
-    keys = [key for key in dict.fromkeys(key for kind in kinds for key in kind)
-            if len({kind.get(key) for kind in kinds}) > 1]  # fmt: skip
+    keys = [key for key in dict.fromkeys(chain(*kinds)) if len({kind.get(key) for kind in kinds}) > 1]
     for (shared, members), kind in zip(groups.values(), kinds):
         shared["kind"], models = {key: kind.get(key) for key in keys}, {}
-        rates = {}  # {model: {(rate, end of the cosine)}}
-        for s in (header["settings"] for header, *_ in members):
-            rates.setdefault(s["model"], set()).add((s["lr"], shared["schedule"] == "constant" or s["min_lr"]))
-        several = any(len(x) > 1 for x in rates.values())
-        ends = any(len(x) > len(dict(x)) for x in rates.values())
-        for events in members:
-            s = events[0]["settings"]
+        settings = [events[0]["settings"] for events in members]
+        rates = {(s["model"], s["lr"], shared["schedule"] == "constant" or s["min_lr"]) for s in settings}
+        several, ends = (len(rates) > len({rate[:n] for rate in rates}) for n in (1, 2))
+        for s, events in zip(settings, members):
             label = spec_label(s["model"]) + f", rate {s['lr']:g}" * several + f" to {s['min_lr']:g}" * ends
             add_run(models, label, s["seeds"], events)
-        order = sorted(models, key=lambda x: (place.get(family(x), 9), parent(x) in COMPLEX, parent(x) not in x))
-        found.append((shared, {label: models[label] for label in order}))
+        known = {x: parse_label(x) for x in models}
+        place = {x: ([*FAMILIES, y.family].index(y.family), y.parent in COMPLEX, y.parent != y.model)
+                 for x, y in known.items()}  # fmt: skip
+        found.append((shared, {label: models[label] for label in sorted(models, key=place.get)}))
     return found
 
 
@@ -783,7 +773,7 @@ def plot_gap(shared, models, path):
     """QS figure 5: validation loss minus its reference's by step, the warmup shaded. Thin: seeds. Horizontal bands: the
     paper's gaps at its budget, of its own pairs. A model and itself in another shape is left out beside others."""
     lines, warmup, found = {}, shared["schedule"] != "constant", pairs(models)
-    others = [(x, y) for x, y in found if split_label(x) != split_label(y)] or found
+    others = [(x, y) for x, y in found if parse_label(x).kind != parse_label(y).kind] or found
     for name, members in by_family(models).items():
         for label, other in others:
             if label in members:
@@ -969,7 +959,7 @@ def epochs_table(shared, models):
         "the paper's": lambda runs: PAPER_LOSSES.get(size, {}).get(of_header("{settings[model]}")(runs), "-"),
         "perplexity": over_seeds(late_perplexity, 2),
     }  # fmt: skip
-    rows = {f"{x} / {y}": (x, y) for x, y in pairs(models) if split_label(x) != split_label(y)}
+    rows = {f"{x} / {y}": (x, y) for x, y in pairs(models) if parse_label(x).kind != parse_label(y).kind}
     ratio = compare(models, late_perplexity, lambda both: ratio_text([(y, x) for x, y in both]))
     ratios = {"perplexity of the second over the first's": ratio,
               "the paper's": lambda pair: PAPER_RATIOS.get(size, "-") if pair == ("sam", "pam") else "-"}  # fmt: skip
@@ -1000,10 +990,9 @@ def power_laws(groups):
     """Of models with runs of several sizes: {quantity: {model: ([N], [mean], [deviation], power_law, text)}}."""
     found, laws = {}, {}
     for label, runs in (item for _, models in groups for item in models.items()):
-        model, options = split_label(label)
         for events in runs.values():
             if late := late_losses(events):
-                found.setdefault(":".join([model, *options]), []).append((events[0]["params"]["total"], late))
+                found.setdefault(parse_label(label).kind, []).append((events[0]["params"]["total"], late))
     for name in sorted(found, key=lambda name: name != "pam"):
         sizes = [n for n, _ in found[name]]
         if max(sizes) > 1.1 * min(sizes):  # not variants of one size
