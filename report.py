@@ -126,9 +126,7 @@ def read_log(path):
 def read_logs(paths):
     """{path: read_log(path)}, with each path in its header, for messages."""
     logs = {path: read_log(path) for path in paths}
-    for path, (header, *_) in logs.items():
-        header["path"] = str(path)
-    return logs
+    return {path: [header | {"path": str(path)}, *events] for path, (header, *events) in logs.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -221,11 +219,11 @@ def mean_ratio(both):
 
 def ratio_text(both, sign="="):
     """mean_ratio as a text. sign: of step_ratio."""
-    if sign != "=":
-        return f"{sign} {mean_ratio(both)[0]:.2f}"
     mean, ends = mean_ratio(both)
-    text = f"{mean:.2f}" if not ends or ends[0] <= round(mean, 2) <= ends[1] else f"{mean:.3f}"  # inside its interval
-    return text + (" [{:.3f}, {:.3f}]".format(*ends) if ends else "")
+    if sign != "=" or not ends:
+        return f"{sign} {mean:.2f}".removeprefix("= ")
+    digits = 2 if ends[0] <= round(mean, 2) <= ends[1] else 3  # inside its interval
+    return f"{mean:.{digits}f} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
 def interval_text(values, sign=""):
@@ -237,9 +235,13 @@ def interval_text(values, sign=""):
 def range_text(values, digits):
     """The mean of those that are not None, in brackets the lowest and the highest; "-" if there are none."""
     found = [x for x in values if x is not None]
-    text = f"{statistics.fmean(found):.{digits}f}" if found else "-"
-    text += f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
-    return text + f", {len(found)} of {len(values)} seeds" * (0 < len(found) < len(values))
+    spread = f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
+    return f"{statistics.fmean(found):.{digits}f}{spread}{of_seeds(found, values)}" if found else "-"
+
+
+def of_seeds(found, seeds):
+    """What follows a number that only some of the seeds have."""
+    return f", {len(found)} of {len(seeds)} seeds" * (len(found) < len(seeds))
 
 
 def markdown(head, rows, title="", note=""):
@@ -341,8 +343,7 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
         fig, rows = matplotlib.figure.Figure(layout="constrained"), -(-len(panels) // columns)
         axes = [*fig.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey).flat]
         for i, (ax, name) in enumerate(zip(axes, panels)):
-            ax.set_title(name)
-            ax.set_ylabel("" if i % columns else ylabel if isinstance(ylabel, str) else ylabel[i // columns])
+            ax.set(title=name, ylabel="" if i % columns else np.broadcast_to(ylabel, rows)[i // columns])
             if i + columns >= len(panels):  # the lowest of its column
                 ax.set_xlabel(xlabel)
                 ax.tick_params(labelbottom=True)
@@ -414,10 +415,9 @@ def show_report(text, figures, out=None, written=None):
     """Writes tables.md (`text`, or what is `written`) and the figures, {file name: function that draws it into a path},
     into the folder `out`, if one is given, and then prints `text`. A file that cannot be written is a line on stderr.
     Returns the exit code: 2 after such a line, else 0."""
-    written, paths, code = text if written is None else written, [], 0
-    if written:
-        tables = partial(replace_file, write=lambda f: f.write(f"{written}\n".encode(errors="replace")))
-        figures = {"tables.md": tables} | figures
+    tables, paths, code = f"{text if written is None else written}\n".encode(errors="replace"), [], 0
+    if tables != b"\n":
+        figures = {"tables.md": partial(replace_file, write=lambda f: f.write(tables))} | figures
     if out:
         with explain(f"write {out}"):
             out.mkdir(parents=True, exist_ok=True)
@@ -582,15 +582,9 @@ def compare(models, value, text):
 
     def cell(pair):
         both = paired(models, pair, value)
-        return of_seeds(text(both), both, models, pair) if both else "-"
+        return text(both) + of_seeds(both, models[pair[0]]) if both else "-"
 
     return cell
-
-
-def of_seeds(text, both, models, pair):
-    """The text, and of how many seeds it is, if some have no value or no partner."""
-    seeds = len(models[pair[0]])
-    return text + f", {len(both)} of {seeds} seeds" * (len(both) < seeds)
 
 
 def gap_text(both):
@@ -652,7 +646,7 @@ def training_tables(shared, models):
 
     def ratio(pair, goal):
         both, sign = step_ratio(models, pair, goal)
-        return of_seeds(ratio_text(both, sign), both, models, pair) if sign else "-"
+        return ratio_text(both, sign) + of_seeds(both, models[pair[0]]) if sign else "-"
 
     def speed(events):
         return statistics.median([e["tok_s"] for e in events if "tok_s" in e] or [math.nan])
@@ -887,8 +881,8 @@ def plot_forest(folders, path):
             name = f"{name}; {kind_text(shared)}" if name in found else name  # what is hidden may be the difference
             for pair in pairs(models):
                 ratios = [step_ratio(models, pair, goal) for goal in targets(models)]
-                other = of_seeds(pair[1], ratios[0][0], models, pair) if ratios else pair[1]
-                found.setdefault(name, {})[pair[0], other] = [ratio for ratio in ratios if ratio[1]]
+                seeds = of_seeds(ratios[0][0], models[pair[0]]) if ratios else ""
+                found.setdefault(name, {})[pair[0], pair[1] + seeds] = [ratio for ratio in ratios if ratio[1]]
     if not found:
         raise InputError("no two models of these runs have a ratio of steps")
     title = ("Steps to a validation loss, of the first model of a pair over those of the second. In each row the loss "
@@ -943,24 +937,24 @@ def late_metric(values):
     return statistics.fmean(values), statistics.stdev(values) if values[1:] else 0.0
 
 
-def late_perplexity(events):
-    return late_metric(map(math.exp, late_losses(events)))[0]
-
-
 def epochs_table(shared, models):
     """Markdown: the paper's late metric of finished runs in epochs, in nats and as perplexity, and of pairs the ratio
     of perplexities, but of no model and itself; beside the paper's, if the tokens are its own."""
     models = {label: {seed: events for seed, events in runs.items() if late_losses(events)}
               for label, runs in models.items() if any(map(late_losses, runs.values()))}  # fmt: skip
+
+    def late(scale):
+        return lambda events: late_metric(map(scale, late_losses(events)))[0]
+
     size = shared["size"] if shared["tokens"] == "gpt2" else None
     columns = {
         "size": of_header("{settings[size]}"), "parameters": of_header("{params[total]:,}"),
-        "loss, nats": over_seeds(lambda events: late_metric(late_losses(events))[0], 3),
+        "loss, nats": over_seeds(late(float), 3),
         "the paper's": lambda runs: PAPER_LOSSES.get(size, {}).get(of_header("{settings[model]}")(runs), "-"),
-        "perplexity": over_seeds(late_perplexity, 2),
+        "perplexity": over_seeds(late(math.exp), 2),
     }  # fmt: skip
     rows = {f"{x} / {y}": (x, y) for x, y in pairs(models) if parse_label(x).kind != parse_label(y).kind}
-    ratio = compare(models, late_perplexity, lambda both: ratio_text([(y, x) for x, y in both]))
+    ratio = compare(models, late(math.exp), lambda both: ratio_text([(y, x) for x, y in both]))
     ratios = {"perplexity of the second over the first's": ratio,
               "the paper's": lambda pair: PAPER_RATIOS.get(size, "-") if pair == ("sam", "pam") else "-"}  # fmt: skip
     tables = table("model", models, columns, "#### Means of the last three epochs"), table("pair", rows, ratios)
