@@ -262,9 +262,10 @@ def table(first, rows, columns, title="", note="", paper=None):
     return markdown([*first.split(" | "), *columns], found, title, note)
 
 
-def over_seeds(value, digits):
-    """A column of a table whose rows are {seed: events}: the mean and range of value(events)."""
-    return lambda runs: range_text([value(events) for events in runs.values()], digits)
+def over_seeds(values, digits):
+    """Columns of a table whose rows are {seed: events}: means and ranges of all of values(events). digits: {head: n}"""
+    return {head: lambda runs, i=i, n=n: range_text([values(events)[i] for events in runs.values()], n)
+            for i, (head, n) in enumerate(digits.items())}  # fmt: skip
 
 
 def of_header(form):
@@ -641,35 +642,32 @@ def training_tables(shared, models):
         losses = [loss_at(events, step) for step in evaluated]
         return None if None in losses else statistics.fmean(losses)
 
-    def tokens(events):
-        return steps_to_target(events, common) * shared["batch"] * shared["seq"]
-
     def ratio(pair, goal):
         both, sign = step_ratio(models, pair, goal)
         return ratio_text(both, sign) + of_seeds(both, models[pair[0]]) if sign else "-"
 
-    def speed(events):
-        return statistics.median([e["tok_s"] for e in events if "tok_s" in e] or [math.nan])
+    def cost(events):
+        tokens = steps_to_target(events, common) * shared["batch"] * shared["seq"]
+        speed = statistics.median([e["tok_s"] for e in events if "tok_s" in e] or [math.nan])
+        return tokens / 1e6, speed, tokens / speed / 60
 
     headers = [events[0] for events in logs]
     d, o = headers[0]["data"], headers[0].get("optimizer")
     rate = "{settings[lr]:g}" + " to {settings[min_lr]:g}" * (not constant)
     schedule = "constant rate" if constant else f"{warm:.0f} steps of warmup, then cosine"
     adamw = f", AdamW {tuple(o['betas'])}, decay {o['decay']}, gradients clipped at {o['clip']:g}" if o else ""
-    ran = [{str(h.get(key)) for h in headers} for key in ("device", "threads", "git")]
-    ran.append({h.get("versions", {}).get("torch", "?") for h in headers})
-    device, threads, git, torch = (", ".join(sorted(values)) for values in ran)
-    steps = {f"{goal} {loss}": over_seeds(partial(steps_to_target, target=goal), 0) for goal in goals}
+    ran = [(h.get("device"), h.get("threads"), h.get("git"), h.get("versions", {}).get("torch", "?")) for h in headers]
+    device, threads, git, torch = (", ".join(sorted({*map(str, values)})) for values in zip(*ran))
+    steps = over_seeds(lambda events: [steps_to_target(events, goal) for goal in goals],
+                       {f"{goal} {loss}": 0 for goal in goals})  # fmt: skip
     ratios = {f"{goal} {loss}": partial(ratio, goal=goal) for goal in goals}
     gaps = {f"at step {warm:.0f}, {what}": partial(loss_at, step=warm),
             f"at step {budget}, the budget": partial(loss_at, step=budget),
             "there, whole split": final_loss, "mean of all evaluations but the first": mean_loss}  # fmt: skip
-    ends = {"fixed windows": over_seeds(partial(loss_at, step=budget), 3), "whole split": over_seeds(final_loss, 3)}
-    costs = {"tokens, millions": over_seeds(lambda events: tokens(events) / 1e6, 2),
-             "tokens a second": over_seeds(speed, 0),
-             "minutes": over_seeds(lambda events: tokens(events) / speed(events) / 60, 1)}  # fmt: skip
-    spread = {"largest over smallest": over_seeds(lambda events: layer_spread(events)[0], 2),
-              "last over first": over_seeds(lambda events: layer_spread(events)[1], 2)}  # fmt: skip
+    ends = over_seeds(lambda events: (loss_at(events, budget), final_loss(events)),
+                      {"fixed windows": 3, "whole split": 3})  # fmt: skip
+    costs = over_seeds(cost, {"tokens, millions": 2, "tokens a second": 0, "minutes": 1})
+    spread = over_seeds(layer_spread, {"largest over smallest": 2, "last over first": 2})
     return "\n\n".join(filter(None, [
         f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {budget:,} steps of {shared['batch']} x "
         f"{shared['seq']} tokens, {schedule}{adamw}, {shared['dtype']}. Validation every {shared['eval_every']} steps "
@@ -679,10 +677,10 @@ def training_tables(shared, models):
         table("model", models,
               {"parameters": of_header("{params[total]:,}"), "learning rate": of_header(rate), "seeds": len}),
         table("model", models, steps, "#### Steps to a validation loss", paper=paper["steps"]),
-        table("pair", {f"{label} / {other}": (label, other) for label, other in pairs(models)}, ratios,
-              "#### Ratio of steps", "Above 1: the second is faster. Geometric means. > and <: runs do not reach the "
-              "loss, their last step stands for them, and the ratio is a bound.", paper["ratio"]),
-        table("pair", {f"{label} - {other}": (label, other) for label, other in pairs(models)},
+        table("pair", {" / ".join(pair): pair for pair in pairs(models)}, ratios, "#### Ratio of steps",
+              "Above 1: the second is faster. Geometric means. > and <: runs do not reach the loss, their last step "
+              "stands for them, and the ratio is a bound.", paper["ratio"]),
+        table("pair", {" - ".join(pair): pair for pair in pairs(models)},
               {head: compare(models, value, gap_text) for head, value in gaps.items()},
               f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
               {head: paper["gap"].get(head.partition(", ")[2], {}) for head in gaps}),
@@ -847,10 +845,10 @@ def training_report(logs):
             figures[f"{name}.png"] = partial(plot, shared, models)
     if "curves.png" not in figures and sum(len(models) for _, models in groups) <= 10:
         figures["curves.png"] = partial(plot_overlay, groups)
-    laws = power_laws(groups) if {*differ} <= {"size"} and not any(name.startswith("rates") for name in figures) else {}
-    if laws:
-        text.append(scaling_table(laws))
-        figures["scaling.png"] = partial(plot_scaling, laws)
+    if {*differ} <= {"size"} and not any(name.startswith("rates") for name in figures):
+        scaling, laws = scaling_laws(groups)
+        text += [scaling] * bool(scaling)
+        figures |= {"scaling.png": partial(plot_scaling, laws)} if scaling else {}
     return "\n\n".join(text), figures
 
 
@@ -943,18 +941,19 @@ def epochs_table(shared, models):
     models = {label: {seed: events for seed, events in runs.items() if late_losses(events)}
               for label, runs in models.items() if any(map(late_losses, runs.values()))}  # fmt: skip
 
-    def late(scale):
-        return lambda events: late_metric(map(scale, late_losses(events)))[0]
+    def late(events):
+        return [late_metric(map(scale, late_losses(events)))[0] for scale in (float, math.exp)]
 
     size = shared["size"] if shared["tokens"] == "gpt2" else None
+    loss, perplexity = over_seeds(late, {"loss": 3, "perplexity": 2}).values()
     columns = {
         "size": of_header("{settings[size]}"), "parameters": of_header("{params[total]:,}"),
-        "loss, nats": over_seeds(late(float), 3),
+        "loss, nats": loss,
         "the paper's": lambda runs: PAPER_LOSSES.get(size, {}).get(of_header("{settings[model]}")(runs), "-"),
-        "perplexity": over_seeds(late(math.exp), 2),
+        "perplexity": perplexity,
     }  # fmt: skip
     rows = {f"{x} / {y}": (x, y) for x, y in pairs(models) if parse_label(x).kind != parse_label(y).kind}
-    ratio = compare(models, late(math.exp), lambda both: ratio_text([(y, x) for x, y in both]))
+    ratio = compare(models, late, lambda both: ratio_text([(y[1], x[1]) for x, y in both]))
     ratios = {"perplexity of the second over the first's": ratio,
               "the paper's": lambda pair: PAPER_RATIOS.get(size, "-") if pair == ("sam", "pam") else "-"}  # fmt: skip
     tables = table("model", models, columns, "#### Means of the last three epochs"), table("pair", rows, ratios)
@@ -980,40 +979,32 @@ def crossing(first, second, freedom):
     return None
 
 
-def power_laws(groups):
-    """Of models with runs of several sizes: {quantity: {model: ([N], [mean], [deviation], power_law, text)}}."""
-    found, laws = {}, {}
+def scaling_laws(groups):
+    """(table, {quantity: {model: ([N], [mean], [deviation], power_law, text)}}) of models that have several sizes."""
+    found, laws, rows = {}, {"loss": {}, "perplexity": {}}, []
     for label, runs in (item for _, models in groups for item in models.items()):
-        for events in runs.values():
-            if late := late_losses(events):
-                found.setdefault(parse_label(label).kind, []).append((events[0]["params"]["total"], late))
-    for name in sorted(found, key=lambda name: name != "pam"):
-        sizes = [n for n, _ in found[name]]
-        if max(sizes) > 1.1 * min(sizes):  # not variants of one size
-            for quantity, scale in (("loss", float), ("perplexity", math.exp)):
-                points = sorted((n, *late_metric(map(scale, late))) for n, late in found[name])
-                sizes, means, sigmas = zip(*points)
-                law = power_law(sizes, means)
-                slope = f"{law[1]:.3f} +- {law[2]:.3f}"
-                laws.setdefault(quantity, {})[name] = sizes, means, sigmas, law, slope
-    return laws
-
-
-def scaling_table(laws):
-    rows, first = [], next(iter(laws["loss"]))
+        late = [(events[0]["params"]["total"], late_losses(events)) for events in runs.values()]
+        found.setdefault(parse_label(label).kind, []).extend((n, losses) for n, losses in late if losses)
     for quantity, models in laws.items():
-        paper = PAPER_FITS[quantity]
-        for name, (sizes, _, _, law, slope) in models.items():
-            freedom = len(models[first][0]) + len(sizes) - 4
-            met = crossing(models[first][3], law, freedom) if name != first else None
+        paper, scale = PAPER_FITS[quantity], math.exp if quantity == "perplexity" else float
+        for name in sorted(found, key=lambda name: name != "pam"):
+            points = sorted((n, *late_metric(map(scale, losses))) for n, losses in found[name])
+            if not points or points[-1][0] <= 1.1 * points[0][0]:  # variants of one size
+                continue
+            sizes, means, sigmas = zip(*points)
+            law = power_law(sizes, means)
+            models[name] = sizes, means, sigmas, law, f"{law[1]:.3f} +- {law[2]:.3f}"
+            first, (others, *_, reference_law, _) = next(iter(models.items()))
+            met = crossing(reference_law, law, len(others) + len(sizes) - 4) if name != first else None
             place = f"{met[0]:.2g} ({met[1]:.3g})" if met else "-"
             place += " *{:.2g} ({})*".format(*paper["crossing"]) * ((first, name) == ("pam", "sam"))
-            slope += f" *{paper[name]}*" if name in paper else ""
+            slope = models[name][-1] + (f" *{paper[name]}*" if name in paper else "")
             rows.append([quantity, name, len(sizes), len({*sizes}), slope, place])
     note = ("Fits of log10 y = a + b log10 N to all finished runs. Where the slopes cannot be told apart (95 %), there "
             "is no crossing. *Italics: the paper's, of GPT-2's tokens.*")  # fmt: skip
-    head = ["quantity", "model", "runs", "sizes", "slope +- standard error", f"crosses {first} at N (y)"]
-    return markdown(head, rows, "### Scaling", note)
+    crosses = f"crosses {next(iter(laws['loss']), '')} at N (y)"
+    head = ["quantity", "model", "runs", "sizes", "slope +- standard error", crosses]
+    return markdown(head, rows, "### Scaling", note), laws
 
 
 def plot_scaling(laws, path):
@@ -1066,13 +1057,9 @@ def task_tables(groups):
     """Markdown: accuracy by length with the paper's (CSP tables 1-4), spread over seeds (table 5), paired differences,
     every seed, and the rotation that CSP learnt for each symbol."""
     logs = [events for models in groups.values() for runs in models.values() for events in runs.values()]
-    s, paired_rows, spread, every_seed, angles = logs[0][0]["settings"], {}, [], {}, []
+    s, paired_rows, spread, every_seed, angles, text = logs[0][0]["settings"], {}, [], {}, [], []
     lengths, longest = s["lengths"], s["lengths"][-1]
-    at_length = {f"L={n}": over_seeds(lambda events, n=n: accuracies(events)[n], 3) for n in lengths}
-    text = [
-        f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean "
-        "over the seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*"
-    ]
+    at_length = over_seeds(lambda events: [accuracies(events)[n] for n in lengths], {f"L={n}": 3 for n in lengths})
     for task, models in groups.items():
         printed = PAPER_TASKS.get(task, {}) if s["train_length"] == PAPER_LENGTHS[0] else {}
         paper = {f"L={n}": {model: f"{means[i]:.3f}" for model, (means, _) in printed.items()}
@@ -1085,10 +1072,8 @@ def task_tables(groups):
                 theirs = f"{statistics.stdev(printed[model][1]):.3f}" if model in printed and longest == 64 else "-"
                 ours = statistics.stdev(accuracies(events)[longest] for events in runs.values())
                 spread.append([task, model, len(runs), f"{ours:.3f}", theirs])
-            for other in [*models][:i]:
-                both = paired(models, (model, other), accuracies)
-                if len(both) > 1:
-                    paired_rows[f"{task} | {model} - {other}"] = both
+            both = {other: paired(models, (model, other), accuracies) for other in [*models][:i]}
+            paired_rows |= {f"{task} | {model} - {other}": x for other, x in both.items() if len(x) > 1}
             for seed, events in runs.items():
                 for block, ((zero, sure0), (one, sure1)) in enumerate(events[-1].get("theta", ()), 1):
                     turn = (one - zero + math.pi) % (2 * math.pi) - math.pi
@@ -1096,6 +1081,8 @@ def task_tables(groups):
                     angles.append([task, model, seed, block, *found])
     gaps = {f"L={n}": lambda both, n=n: gap_text([(x[n], y[n]) for x, y in both]) for n in lengths}
     return "\n\n".join(filter(None, [
+        f"Trained at length {s['train_length']} for {s['epochs']} epochs, tested on 1,000 sequences a length. Mean "
+        "over the seeds; in brackets the lowest and the highest. *Italics: the paper's mean, at 300 epochs.*",
         *text,
         table("task | difference", paired_rows, {"seeds": len} | gaps, "### Paired by seed",
               "Mean difference in accuracy and 95 % interval (Student's t)."),
