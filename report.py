@@ -34,7 +34,6 @@ from collections import namedtuple
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -125,8 +124,7 @@ def read_log(path):
 
 def read_logs(paths):
     """{path: read_log(path)}, with each path in its header, for messages."""
-    logs = {path: read_log(path) for path in paths}
-    return {path: [header | {"path": str(path)}, *events] for path, (header, *events) in logs.items()}
+    return {path: [header | {"path": str(path)}, *events] for path in paths for header, *events in [read_log(path)]}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,17 +140,13 @@ PAPER = {
     "ratio": dict.fromkeys(  # table 5
         ("2.5 bpc", "2.2 bpc", "2.0 bpc"), {"mamba / hmamba": "about 3", "transformer / htransformer": "about 2"}
     ),
-    "gap": {
-        "end of warmup": {  # table 7: owt, fineweb
-            "mamba - hmamba": "0.321 and 0.368", "transformer - htransformer": "larger than at the end"},
-        "the budget": {  # tables 7-8: at 1000 steps, all three
-            "mamba - hmamba": "0.315 to 0.396", "transformer - htransformer": "-0.132 to 0.034"},
+    "gap": {  # tables 7-8: of owt and fineweb, and at 1000 steps of all three
+        "end of warmup": {"mamba - hmamba": "0.321 and 0.368", "transformer - htransformer": "larger than at the end"},
+        "the budget": {"mamba - hmamba": "0.315 to 0.396", "transformer - htransformer": "-0.132 to 0.034"},
     },
     "loss": {"whole split": {"transformer": "1.384 enwik8", "htransformer": "1.516 enwik8"}},  # table 8
-    "gradients": {  # 8.4
-        "largest over smallest": {"hmamba": "about 2", "mamba": "more than 10"},
-        "last over first": {"mamba": "10 to 100"},
-    },
+    "gradients": {"largest over smallest": {"hmamba": "about 2", "mamba": "more than 10"},
+                  "last over first": {"mamba": "10 to 100"}},  # 8.4
 }  # fmt: skip
 PAPER_COST = ("The paper, to 2.0 bpc: H-Mamba 0.23 and Mamba 0.79 billion tokens of FineWeb (9.3); H-Transformer 0.8 "
               "and Transformer 0.9 hours on OpenWebText, four A100 (8.4).")  # fmt: skip
@@ -406,8 +400,7 @@ def log_axis(ax, which, ticks=None, form="{x:g}"):
 def parse_out(text):
     """The folder that --out names. Raises InputError for what can be none."""
     out = Path(os.path.expanduser(text))
-    is_file = out.suffix.lower() in (*FORMATS, ".md", ".jpg", ".jpeg", ".bmp", ".gif", ".eps") or out.is_file()
-    if not text or is_file:
+    if not text or out.is_file() or out.suffix.lower() in (*FORMATS, ".md", ".jpg", ".jpeg", ".bmp", ".gif", ".eps"):
         raise InputError(f"--out {text or repr('')} must be a folder, or for report.py a figure, {', '.join(FORMATS)}")
     return out
 
@@ -516,9 +509,9 @@ def reference(label, labels):
         fits = {x: (len(y.options & ours.size), y.rate == ours.rate, len(y.options)) for x, y in known.items()
                 if y.model == name and y[:2] != ours[:2] and (y.options == ours.options or y.options <= ours.size)}
         others.append(max(fits, key=fits.get, default=None))  # fmt: skip
-    alike = attrgetter("family") if ours.family in FAMILIES else itemgetter(0, 1)  # the same model and options
-    earlier = [x for x in [*known][: [*known].index(label)] if alike(known[x]) == alike(ours)]
-    others.append(min(earlier, key=lambda x: known[x].rate != ours.rate, default=None))
+    alike = [x for x in [*known][: [*known].index(label)]
+             if (known[x].family == ours.family if ours.family in FAMILIES else known[x][:2] == ours[:2])]  # fmt: skip
+    others.append(min(alike, key=lambda x: known[x].rate != ours.rate, default=None))
     if ours.options or ours.model not in FAMILIES:
         others.append(next(iter(known)))
     return next((other for other in others if other not in (None, label)), None)
@@ -709,8 +702,7 @@ def lines_of(models, points, **look):
 
 
 def without_start(*panels):
-    """({"ylim": limits}, a remark for the title) of an axis of losses: the first fall, from 8 bits a byte, would take
-    most of the height."""
+    """({"ylim": limits}, a remark for the title) of an axis of losses without the first fall, from 8 bits a byte."""
     curves = [[*points.values()] for lines in panels for _, runs in lines.values() for points in runs]
     late = [y for losses in curves for y in losses[len(losses) // 5 :]]
     if not late:
@@ -732,8 +724,7 @@ def plot_curves(shared, models, path):
 
 
 def plot_overlay(groups, path):
-    """Validation loss of runs of any kinds: colour and dash are the model's, markers those of the kind and the rate; a
-    panel for each unit of loss."""
+    """Validation loss of runs of any kinds, whose marker is that of the kind and the rate; a panel for each unit."""
     lines, marks = {}, {}
     for shared, models in groups:
         for label, (look, curves) in lines_of(models, curve, ms=4, markevery=0.1).items():
@@ -765,13 +756,11 @@ def plot_gap(shared, models, path):
     """QS figure 5: validation loss minus its reference's by step, the warmup shaded. Thin: seeds. Horizontal bands: the
     paper's gaps at its budget, of its own pairs. A model and itself in another shape is left out beside others."""
     lines, warmup, found = {}, shared["schedule"] != "constant", pairs(models)
-    others = [(x, y) for x, y in found if parse_label(x).kind != parse_label(y).kind] or found
-    for name, members in by_family(models).items():
-        for label, other in others:
-            if label in members:
-                both = paired(models, (label, other), curve)
-                gaps = [{step: x[step] - y[step] for step in x if step in y} for x, y in both]
-                lines.setdefault(name, {})[f"{label} - {other}"] = style(label), gaps
+    panels = {label: name for name, members in by_family(models).items() for label in members}
+    for pair in [(x, y) for x, y in found if parse_label(x).kind != parse_label(y).kind] or found:
+        both = paired(models, pair, curve)
+        gaps = [{step: x[step] - y[step] for step in x if step in y} for x, y in both]
+        lines.setdefault(panels[pair[0]], {})[" - ".join(pair)] = style(pair[0]), gaps
     title = f"{caption(shared, models)}; above 0: the second leads" + "; grey: warmup" * warmup
     with figure(path, title, lines, xlabel="optimization step", ylabel=f"gap, {unit(shared['tokens'])}") as axes:
         for ax, drawn in zip(axes, lines.values()):
@@ -853,8 +842,7 @@ def training_report(logs):
 
 
 def write_csv(path, logs):
-    """{path: events} as CSV, a row for each run and evaluation; losses in nats a token. The event "val" is of the fixed
-    windows, "final" and "eval" of a whole split, or in tasks of a length."""
+    """{path: events} as CSV, in nats a token. The event "val" is of the fixed windows, others of a whole split."""
     settings = ("model", "task", "size", "lr", "steps", "epochs", "seeds", "seed")
     evaluation = ("event", "split", "step", "epoch", "tokens", "time_s", "val_loss", "length", "acc")
     if path.endswith(".jsonl"):
@@ -869,8 +857,7 @@ def write_csv(path, logs):
 
 
 def plot_forest(folders, path):
-    """All ratios of steps of runs of train.py, {name of a folder: logs}: a row for each pair, in it from top to bottom
-    the ratios to ever lower losses, with 95 % intervals."""
+    """All ratios of steps of {name of a folder: logs of train.py}: a row a pair, in it downwards ever lower losses."""
     found = {}  # {group: {pair: [step_ratio]}}
     for folder, logs in folders.items():
         for shared, models in group_runs(logs):
@@ -1022,8 +1009,7 @@ def plot_scaling(laws, path):
                 ax.plot(ends, [10 ** (law[0] + law[1] * math.log10(n)) for n in ends], "--", color=colour, lw=1)
             ax.set_yscale("log")
             log_axis(ax, "x", form=lambda n, _: f"{n / 1e6:g}M")
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_formatter("{x:g}")
+            ax.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1054,8 +1040,7 @@ def accuracies(events):
 
 
 def task_tables(groups):
-    """Markdown: accuracy by length with the paper's (CSP tables 1-4), spread over seeds (table 5), paired differences,
-    every seed, and the rotation that CSP learnt for each symbol."""
+    """Markdown: accuracy by length (CSP tables 1-4), paired, spread over seeds (table 5), every seed, CSP's angles."""
     logs = [events for models in groups.values() for runs in models.values() for events in runs.values()]
     s, paired_rows, spread, every_seed, angles, text = logs[0][0]["settings"], {}, [], {}, [], []
     lengths, longest = s["lengths"], s["lengths"][-1]
@@ -1101,18 +1086,17 @@ def task_tables(groups):
 def plot_lengths(task, models, path):
     """Accuracy by length and, at the longest, by position (CSP figures 3-5): means, and thin the seeds."""
     header = next(iter(next(iter(models.values())).values()))[0]
-    length, longest = header["settings"]["train_length"], max(header["settings"]["lengths"])
+    s, longest = header["settings"], max(header["settings"]["lengths"])
 
     def by_position(events):
         acc = next(e["acc_by_pos"] for e in events if e["event"] == "eval" and e["length"] == longest)
         return {t: x for t, x in enumerate(acc, 1) if x is not None}  # where it is scored
 
     lines = {"by length": lines_of(models, accuracies), "by position": lines_of(models, by_position)}
-    epochs = header["settings"]["epochs"]
-    title = f"{task}: {epochs} epochs at length {length} (dotted); dashes across: the commonest answer"
+    title = f"{task}: {s['epochs']} epochs at length {s['train_length']} (dotted); dashes across: the commonest answer"
     with figure(path, title, lines, 2, 3, ylabel="accuracy", sharex=False) as (left, right):
         for ax in (left, right):
-            ax.axvline(length, color="0.4", ls=":", lw=1)
+            ax.axvline(s["train_length"], color="0.4", ls=":", lw=1)
         right.axhline(max(header["data"]["shares"]), color="0.4", ls="--", lw=1)
         left.set(xlabel="length of the test sequences", ylim=(-0.03, 1.03))
         right.set_xlabel(f"position in sequences of length {longest}")
@@ -1132,21 +1116,18 @@ def plot_seeds(groups, path):
                 for x, values, marker in ((i - 0.15, ours, "o"), (i + 0.15, theirs, "x")):
                     look = {"color": style(model)["color"], "label": model if marker == "o" else None}
                     ax.plot([x] * len(values), values, marker, ms=5, alpha=0.7, **look)
-            ax.set_xticks([])
-            ax.set_xlim(-0.5, len(models) - 0.5)
+            ax.set(xticks=[], xlim=(-0.5, len(models) - 0.5))
 
 
 def plot_dynamics(groups, path):
-    """CSP figure 6: gradient norm and accuracy at the training length, by epoch, of every seed of CSP-Fast, or else of
-    the first model."""
+    """CSP figure 6: gradient norm and accuracy by epoch of every seed of CSP-Fast, or else of the first model."""
     names = [name for models in groups.values() for name in models]
     model, lines = "csp-fast" if "csp-fast" in names else names[0], {}
     for key, what in (("grad_max", "gradient"), ("acc", "accuracy")):
         for task, runs in ((task, models[model]) for task, models in groups.items() if model in models):
-            drawn = lines.setdefault(f"{task}, {what}", {})
-            for (seed, events), colour in zip(runs.items(), shades(len(runs))):
-                points = {e["epoch"]: e[key] for e in events if e["event"] == "train"}
-                drawn[f"seed {seed}"] = {"color": colour, "lw": 0.8}, [points]
+            points = [{e["epoch"]: e[key] for e in events if e["event"] == "train"} for events in runs.values()]
+            lines[f"{task}, {what}"] = {f"seed {seed}": ({"color": colour, "lw": 0.8}, [x])
+                                        for seed, colour, x in zip(runs, shades(len(runs)), points)}  # fmt: skip
     ylabel = "largest gradient norm\nsince the last point", "accuracy at the training length"
     title = f"{model}: training, a line a seed"
     with figure(path, title, lines, len(lines) // 2, 2.2, "epoch", ylabel, sharey="row") as axes:
