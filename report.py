@@ -99,8 +99,7 @@ def read_log(path):
     """Events of a run, in order. `path` is a log.jsonl or its run folder. Raises InputError if it holds no header.
 
     A line that a kill cut short, or whose loss is no finite number, is left out, with a note on stderr."""
-    path = Path(path)
-    path = path / "log.jsonl" if path.is_dir() else path
+    path = Path(path, "log.jsonl") if Path(path).is_dir() else Path(path)
     with explain(f"read the log {path}"):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     events, bad = [], []
@@ -571,14 +570,14 @@ def paired(models, pair, value):
     return [x for x in both if all(x)]
 
 
-def compare(models, value, text):
-    """A column of a table whose rows are pairs: text(paired values), and of how many seeds they are, if not of all."""
+def compare(models, values, heads, text):
+    """Columns of a table whose rows are pairs: text of each of values(events), paired, and of how many seeds it is."""
 
-    def cell(pair):
-        both = paired(models, pair, value)
+    def cell(pair, i):
+        both = paired(models, pair, lambda events: values(events)[i])
         return text(both) + of_seeds(both, models[pair[0]]) if both else "-"
 
-    return cell
+    return {head: partial(cell, i=i) for i, head in enumerate(heads)}
 
 
 def gap_text(both):
@@ -598,8 +597,8 @@ def step_ratio(models, pair, target):
 
     found = paired(models, pair, steps)
     both = [(x, y) for (x, _), (y, _) in found]
-    missed = tuple(not all(reached for _, reached in side) for side in zip(*found))
-    sign = {(False, False): "=", (True, False): ">", (False, True): "<"}.get(missed, "")
+    all_reach = tuple(all(reached for _, reached in side) for side in zip(*found))
+    sign = {(True, True): "=", (False, True): ">", (True, False): "<"}.get(all_reach, "")
     return both, sign * all(map(all, both))
 
 
@@ -616,9 +615,8 @@ def targets(models):
     found = set()
     for members in by_family(models).values():
         curves = [curve(events) for runs in members.values() for events in runs.values()]
-        lowest = [min(points.values()) for points in curves if len(points) > 1]
-        found.update(target for target in TARGETS if lowest and target >= min(lowest))
-        found.update([math.ceil(10 * max(lowest)) / 10] if lowest else [])
+        if lowest := [min(points.values()) for points in curves if len(points) > 1]:
+            found |= {math.ceil(10 * max(lowest)) / 10, *(target for target in TARGETS if target >= min(lowest))}
     return sorted(found, reverse=True)
 
 
@@ -631,9 +629,10 @@ def training_tables(shared, models):
     common = min((x for x in goals if all(steps_to_target(events, x) is not None for events in logs)), default=None)
     evaluated = sorted({budget, *(step for events in logs for step in curve(events) if step)})
 
-    def mean_loss(events):
-        losses = [loss_at(events, step) for step in evaluated]
-        return None if None in losses else statistics.fmean(losses)
+    def losses(events):
+        all_of = [loss_at(events, step) for step in evaluated]
+        mean = None if None in all_of else statistics.fmean(all_of)
+        return loss_at(events, warm), loss_at(events, budget), final_loss(events), mean
 
     def ratio(pair, goal):
         both, sign = step_ratio(models, pair, goal)
@@ -654,11 +653,9 @@ def training_tables(shared, models):
     steps = over_seeds(lambda events: [steps_to_target(events, goal) for goal in goals],
                        {f"{goal} {loss}": 0 for goal in goals})  # fmt: skip
     ratios = {f"{goal} {loss}": partial(ratio, goal=goal) for goal in goals}
-    gaps = {f"at step {warm:.0f}, {what}": partial(loss_at, step=warm),
-            f"at step {budget}, the budget": partial(loss_at, step=budget),
-            "there, whole split": final_loss, "mean of all evaluations but the first": mean_loss}  # fmt: skip
-    ends = over_seeds(lambda events: (loss_at(events, budget), final_loss(events)),
-                      {"fixed windows": 3, "whole split": 3})  # fmt: skip
+    gaps = compare(models, losses, (f"at step {warm:.0f}, {what}", f"at step {budget}, the budget",
+                                    "there, whole split", "mean of all evaluations but the first"), gap_text)
+    ends = over_seeds(lambda events: losses(events)[1:3], {"fixed windows": 3, "whole split": 3})
     costs = over_seeds(cost, {"tokens, millions": 2, "tokens a second": 0, "minutes": 1})
     spread = over_seeds(layer_spread, {"largest over smallest": 2, "last over first": 2})
     return "\n\n".join(filter(None, [
@@ -673,8 +670,7 @@ def training_tables(shared, models):
         table("pair", {" / ".join(pair): pair for pair in pairs(models)}, ratios, "#### Ratio of steps",
               "Above 1: the second is faster. Geometric means. > and <: runs do not reach the loss, their last step "
               "stands for them, and the ratio is a bound.", paper["ratio"]),
-        table("pair", {" - ".join(pair): pair for pair in pairs(models)},
-              {head: compare(models, value, gap_text) for head, value in gaps.items()},
+        table("pair", {" - ".join(pair): pair for pair in pairs(models)}, gaps,
               f"#### Gap in validation loss, {loss}", "Above 0: the second leads.",
               {head: paper["gap"].get(head.partition(", ")[2], {}) for head in gaps}),
         table("model", models, ends, f"#### Validation loss at the budget, {loss}", paper=paper["loss"]),
@@ -732,8 +728,7 @@ def plot_overlay(groups, path):
             mark = "os^DvPX<>*"[marks.setdefault(label.partition(", ")[2], len(marks)) % 10]
             lines.setdefault(f"loss, {unit(shared['tokens'])}", {})[label] = look | {"marker": mark}, curves
     limits, remarks = zip(*map(without_start, lines.values()))
-    title = "Validation loss" + max(remarks)
-    with figure(path, title, lines, height=3.4, xlabel="optimization step", sharey=False) as axes:
+    with figure(path, "Validation loss" + max(remarks), lines, 1, 3.4, "optimization step", sharey=False) as axes:
         for ax, limit in zip(axes, limits):
             ax.set(**limit)
 
@@ -743,8 +738,8 @@ def plot_steps(shared, models, path):
     goals = targets(models)
 
     def reached(events):
-        steps = {i: steps_to_target(events, goal) for i, goal in enumerate(goals)}
-        return {i: step for i, step in steps.items() if step is not None}
+        steps = enumerate(steps_to_target(events, goal) for goal in goals)
+        return {i: step for i, step in steps if step is not None}
 
     lines = {name: lines_of(members, reached, marker="o", ms=4) for name, members in by_family(models).items()}
     with figure(path, caption(shared, models), lines, xlabel=f"validation loss, {unit(shared['tokens'])}",
@@ -933,16 +928,13 @@ def epochs_table(shared, models):
 
     size = shared["size"] if shared["tokens"] == "gpt2" else None
     loss, perplexity = over_seeds(late, {"loss": 3, "perplexity": 2}).values()
-    columns = {
-        "size": of_header("{settings[size]}"), "parameters": of_header("{params[total]:,}"),
-        "loss, nats": loss,
-        "the paper's": lambda runs: PAPER_LOSSES.get(size, {}).get(of_header("{settings[model]}")(runs), "-"),
-        "perplexity": perplexity,
-    }  # fmt: skip
+    columns = {"size": of_header("{settings[size]}"), "parameters": of_header("{params[total]:,}"), "loss, nats": loss,
+               "the paper's": lambda runs: PAPER_LOSSES.get(size, {}).get(of_header("{settings[model]}")(runs), "-"),
+               "perplexity": perplexity}  # fmt: skip
     rows = {f"{x} / {y}": (x, y) for x, y in pairs(models) if parse_label(x).kind != parse_label(y).kind}
-    ratio = compare(models, late, lambda both: ratio_text([(y[1], x[1]) for x, y in both]))
-    ratios = {"perplexity of the second over the first's": ratio,
-              "the paper's": lambda pair: PAPER_RATIOS.get(size, "-") if pair == ("sam", "pam") else "-"}  # fmt: skip
+    ratios = compare(models, lambda events: late(events)[1:], ["perplexity of the second over the first's"],
+                     lambda both: ratio_text([(y, x) for x, y in both]))  # fmt: skip
+    ratios |= {"the paper's": lambda pair: PAPER_RATIOS.get(size, "-") if pair == ("sam", "pam") else "-"}
     tables = table("model", models, columns, "#### Means of the last three epochs"), table("pair", rows, ratios)
     return "\n\n".join(filter(None, tables))
 
@@ -1161,12 +1153,11 @@ def tables_and_figures(logs):
 def find_logs(run):
     """What a RUN on the command line names: a log, a run folder, or all in a folder of these."""
     path = Path(os.path.expanduser(run))
-    if not path.is_dir() or (path / "log.jsonl").exists():
-        return [path]
-    below = sorted([*path.glob("*.jsonl"), *path.glob("*/log.jsonl")])
-    if not below:
+    is_log = not path.is_dir() or (path / "log.jsonl").exists()
+    found = [path] if is_log else sorted([*path.glob("*.jsonl"), *path.glob("*/log.jsonl")])
+    if not found:
         raise InputError(f"{path} holds no run and no log")
-    return below
+    return found
 
 
 def main():
