@@ -388,12 +388,11 @@ def shades(n):
 
 def log_axis(ax, which, ticks=None, form="{x:g}"):
     """Makes the axis "x" or "y" logarithmic, with these ticks or 1, 2 and 5 times the powers of ten."""
-    import matplotlib.ticker as ticker
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
     ax.set(**{f"{which}scale": "log"})
-    axis = getattr(ax, f"{which}axis")
-    axis.set(major_locator=ticker.FixedLocator(ticks) if ticks else ticker.LogLocator(subs=(1, 2, 5)),
-             minor_locator=ticker.NullLocator(), major_formatter=form)  # fmt: skip
+    ticks = FixedLocator(ticks) if ticks else LogLocator(subs=(1, 2, 5))
+    getattr(ax, f"{which}axis").set(major_locator=ticks, minor_locator=NullLocator(), major_formatter=form)
 
 
 def parse_out(text):
@@ -793,11 +792,10 @@ def plot_rates(shared, models, path):
             if loss is not None:
                 rates.add(rate)
                 found.setdefault(re.sub(", rate [^ ]+", "", label), {}).setdefault(seed, {})[rate] = loss
-    lines = {}
-    for name, members in by_family(found).items():
-        for label, seeds in members.items():
-            curves = [dict(sorted(x.items())) for x in seeds.values() if len(x) == max(map(len, seeds.values()))]
-            lines.setdefault(name, {})[label] = style(label) | {"marker": "o", "ms": 4}, curves
+    for label, seeds in found.items():
+        most = max(map(len, seeds.values()))
+        found[label] = {seed: dict(sorted(x.items())) for seed, x in seeds.items() if len(x) == most}
+    lines = {name: lines_of(members, dict, marker="o", ms=4) for name, members in by_family(found).items()}
     title = caption(shared, models) + "; scales differ" * (len(lines) > 1)
     with figure(path, title, lines, xlabel="peak learning rate", ylabel=f"loss, {unit(shared['tokens'])}",
                 sharey=False) as axes:  # fmt: skip
@@ -811,8 +809,7 @@ def kind_text(shared, *hidden):
 def training_report(logs):
     """(tables, {file name: function that draws it into a path}) of all groups of runs."""
     groups, text, figures = group_runs(logs), [], {}
-    differ = groups[0][0]["kind"]
-    if differ:
+    if differ := groups[0][0]["kind"]:
         text.append(f"Runs of {len(groups)} kinds, which differ in {', '.join(differ)} and are not averaged.")
         if not any(pairs(models) for _, models in groups):
             text[0] += " No ratios and no gaps: they would compare these settings, not models."
