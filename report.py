@@ -286,12 +286,6 @@ def add_run(models, label, seed, events):
     runs[seed] = events
 
 
-def each_run(models, *names):
-    """The rows of a table with a row for each run: models, as the first of them, with one seed each."""
-    return {" | ".join([*names, label, str(seed)]): {seed: events}
-            for label, runs in models.items() for seed, events in runs.items()}  # fmt: skip
-
-
 # Of each model, in every figure. Complex models are drawn through, real ones dashed.
 COLOURS = {
     "hmamba": "#0072B2", "mamba": "#D55E00", "htransformer": "#009E73", "transformer": "#CC79A7", "pam": "#7B3FA0",
@@ -656,6 +650,7 @@ def training_tables(shared, models):
                                     "there, whole split", "mean of all evaluations but the first"), gap_text)
     ends = over_seeds(lambda events: losses(events)[1:3], {"fixed windows": 3, "whole split": 3})
     costs = over_seeds(cost, {"tokens, millions": 2, "tokens a second": 0, "minutes": 1})
+    every_run = {f"{label} | {seed}": {seed: events} for label, runs in models.items() for seed, events in runs.items()}
     spread = over_seeds(layer_spread, {"largest over smallest": 2, "last over first": 2})
     return "\n\n".join(filter(None, [
         f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {budget:,} steps of {shared['batch']} x "
@@ -677,7 +672,7 @@ def training_tables(shared, models):
               "At the median speed of each run, without validation." + f" {PAPER_COST}" * (loss == "bpc")),
         table("model", models, spread, "#### Gradient norms of the layers", "Medians over the evaluations.",
               paper["gradients"]),
-        table("model | seed", each_run(models),
+        table("model | seed", every_run,
               steps | {"at the budget": ends["fixed windows"], "whole split": ends["whole split"]}, "#### Every run"),
         epochs_table(shared, models),
     ]))  # fmt: skip
@@ -1040,7 +1035,6 @@ def task_tables(groups):
                  for i, n in enumerate(PAPER_LENGTHS)}  # fmt: skip
         columns = {"parameters": of_header("{params[total]:,}"), "seeds": len} | at_length
         text.append(table("model", models, columns, f"### {task}", paper=paper))
-        every_seed |= each_run(models, task)
         for i, (model, runs) in enumerate(models.items()):
             if len(runs) > 1:
                 theirs = f"{statistics.stdev(printed[model][1]):.3f}" if model in printed and longest == 64 else "-"
@@ -1049,6 +1043,7 @@ def task_tables(groups):
             both = {other: paired(models, (model, other), accuracies) for other in [*models][:i]}
             paired_rows |= {f"{task} | {model} - {other}": x for other, x in both.items() if len(x) > 1}
             for seed, events in runs.items():
+                every_seed[f"{task} | {model} | {seed}"] = {seed: events}
                 for block, ((zero, sure0), (one, sure1)) in enumerate(events[-1].get("theta", ()), 1):
                     turn = (one - zero + math.pi) % (2 * math.pi) - math.pi
                     found = f"{zero:+.3f} ({sure0:.2f})", f"{one:+.3f} ({sure1:.2f})", f"{turn / math.pi:+.3f}"
