@@ -3467,15 +3467,35 @@ def test_sample_faults(program):
 SHORT = ["--data", "text.txt", "--steps", 4, "--batch", 2, "--seq", 16, "--eval_seqs", 2]
 
 
+PLACES = {"field": ("    ", "V: int = 256"), "method": ("    ", "def init_state"), "called": (8 * " ", "x, states ="),
+          "made": (8 * " ", "self.config ="), "head": (8 * " ", "self.head =")}  # fmt: skip
+
+
+def put(place, code):
+    """A change of the example of PAPERS.md: lines before one of its own."""
+    indent, line = PLACES[place]
+    return {line: f"{code}\n{line}".replace("\n", f"\n{indent}")}
+
+
 @pytest.fixture
 def gru(program, monkeypatch):
-    """The example of PAPERS.md, in a folder lib; its `Config` has strings as types. Returns its text."""
+    """Writes the example of PAPERS.md with changes into a folder lib; at first its `Config` has strings as types."""
     monkeypatch.setattr(sample, "IMPORTED", {}), monkeypatch.setattr(sample, "FILES", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     (code,) = [x for x in re.findall(r"^```python\n(.*?)^```", PAPERS, re.DOTALL | re.MULTILINE) if "class MyGRU" in x]
     assert len(code.splitlines()) <= 40
-    write_tree(Path("lib"), {"mygru.py": f"from __future__ import annotations\n{code}".encode()})
-    return code
+    lib = Path("lib").absolute()
+
+    def write(changes=(), name="mygru", begin="", end=""):
+        changed = code
+        for old, new in dict(changes).items():
+            assert old in code
+            changed = changed.replace(old, new)
+        write_tree(lib, {f"{name}.py": f"{begin}{changed}{end}".encode()})
+        sample.FILES.clear()  # as another program
+
+    write(begin="from __future__ import annotations\n")
+    return write
 
 
 def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures, no_curves):
@@ -3498,27 +3518,19 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
     assert "differs from" in program(train, "--resume", run, "--model", f"{spec}:D=4")[2]
     code, out, _ = program(train, "--resume", run, "--model", f"../lib/{spec}")
     assert code == 0 and f"python sample.py {run} --model {Path(spec).resolve()})" in out
-    with open("mygru.py", "a") as f:
-        f.write("\n")
-    sample.FILES.clear()
+    gru()
     assert_refused(program(train, "--resume", run, "--model", spec), "mygru.py was changed since this run began")
     code, _, err = program(train, "--resume", run, "--model", spec, "--eval_only")
     assert (code, err) == (0, f"note: mygru.py was changed since the run of {run}/best.pt began\n")
-    with open("mygru.py", "a") as f:  # a longest text, as of learned positions
-        f.write("\nreal = MyGRU.forward\nMyGRU.forward = lambda self, idx, *given, **named: real(\n"
-                "    self, idx if idx.shape[1] < 9 else 1 / 0, *given, **named)\n")
-    sample.FILES.clear()
+    gru(put("called", "1 / (idx.shape[1] < 9)"))  # a longest text, as of learned positions
     told = "mygru.py:MyGRU:D=8 fails at a text of this length: ZeroDivisionError: division by zero (mygru.py, line "
     code, out, err = program(sample, run, "--model", spec, "--score", "mygru.py")
     assert (code, out) == (2, "") and told in err
-    with open("mygru.py", "a") as f:
-        f.write("\nnn = None")
-    sample.FILES.clear()
+    gru(end="\nnn = None")
     code, _, err = program(sample, run, "--model", spec)
     assert code == 2 and "cannot run here: AttributeError: 'NoneType'" in err
     assert_refused(program(tasks, *QUICK, "--model", f"{spec}:L=1"), "on mod3: AttributeError: 'NoneType'")
-    Path("mygru.py").write_text(gru)
-    sample.FILES.clear()
+    gru()
     assert "| MyGRU D=8 |" in report.training_report([report.read_log(run)])[0]
     assert program(tasks, *QUICK, "--model", f"{spec}:L=1")[0] == 0 and Path("here/MyGRU_L_1-mod3-s42").exists()
 
@@ -3526,124 +3538,107 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_figures
 def test_a_file_may_vary_our_models(program, gru, short_tasks, no_figures, no_curves):
     """With what lies beside it; without `layers`, which the logs then lack; with one tensor under two names; a CSP is
     for tasks.py. A tried step leaves the random numbers."""
-    Path("lib/beside.py").write_text("from csp import CSPFast\nfrom htransformer import HTransformer\n")
-    classes = "class Mine(HTransformer):\n    pass\nclass Wide(CSPFast):\n    pass\n"
-    Path("lib/mine.py").write_text("from beside import *\n" + classes)
+    begin = "    def __init__(self, config):\n        super().__init__(config)\n"
+    for name, code in {
+        "beside": "from csp import CSPFast\nfrom htransformer import HTransformer\n",
+        "mine": "from beside import *\nclass Mine(HTransformer):\n    pass\nclass Wide(CSPFast):\n    pass\n",
+        "more": "from dataclasses import dataclass\nimport htransformer as h\n"
+                "@dataclass\nclass More(h.HTransformerConfig):\n    extra: float = 0.0\n    score: str = 'softmax'\n"
+                "class Mine(h.HTransformer):\n    Config = More\n",
+        "csps": "import torch\nfrom csp import CSPFast\n"
+                f"class Still(CSPFast):\n{begin}        self.embedding.requires_grad_(False)\n"
+                f"class Idle(Still):\n{begin}        self.idle = torch.nn.Parameter(torch.zeros(1, 3))\n",
+    }.items():  # fmt: skip
+        Path(f"lib/{name}.py").write_text(code)
     assert sample.import_models("lib/mine.py:Mine:D=8, hmamba") == "mine.py:Mine:D=8,hmamba"
     model_class, config = sample.parse_spec("mine.py:Mine:score=softmax", "small", 256)
     assert issubclass(model_class, htransformer.HTransformer) and (config.D, config.score) == (512, "softmax")
     assert sample.import_models("lib/mine.py:Wide", (csp.Model,)) == "mine.py:Wide"
-    Path("lib/more.py").write_text("from dataclasses import dataclass\nimport htransformer as h\n@dataclass\n"
-                                   "class More(h.HTransformerConfig):\n    extra: float = 0.0\n"
-                                   "    score: str = 'softmax'\nclass Mine(h.HTransformer):\n    Config = More\n")
     assert sample.import_models("lib/more.py:Mine") == "more.py:Mine"  # sizes of the parent, with what its Config adds
     _, config = sample.parse_spec("more.py:Mine:extra=2", "small", 256)
     assert (config.D, config.extra, config.score) == (512, 2, "softmax")
-    begin = "    def __init__(self, config):\n        super().__init__(config)\n"
-    still = f"class Still(CSPFast):\n{begin}        self.embedding.requires_grad_(False)\n"
-    idle = f"class Idle(Still):\n{begin}        self.idle = torch.nn.Parameter(torch.zeros(1, 3))\n"
-    Path("lib/csps.py").write_text(f"import torch\nfrom csp import CSPFast\n{still}{idle}")
     assert program(tasks, *QUICK, "--model", "lib/csps.py:Still", "--out", "still")[0] == 0
     assert_refused(program(tasks, *QUICK, "--model", "lib/csps.py:Idle"), "parameters without a gradient: idle")
     wide = tasks.build("mine.py:Wide:d=4", "mod3", [1, 2])
     assert wide(torch.zeros(2, 1, 3, dtype=torch.int64)).shape == (2, 1, 3, 3)
-    flat = gru.replace("self.layers", "self.blocks").replace("self.head =", "self.more = self.head =")
-    Path("lib/flat.py").write_text(flat.replace("targets.flatten())", "targets.flatten()).bfloat16()"))
-    assert program(train, "--model", "lib/flat.py:MyGRU:D=8", *SHORT, "--out", "run")[0] == 0
-    assert [e["layers"] for e in report.read_log("run") if e["event"] == "grad"] == [[]]
-    frozen = "self.layers[0].requires_grad_(False)\n        self.head ="
-    Path("lib/frozen.py").write_text(gru.replace("self.head =", frozen))
-    assert program(train, "--model", "lib/frozen.py:MyGRU:D=8", *SHORT, "--out", "part")[0] == 0
-    norms = [e["layers"] for e in report.read_log("part") if e["event"] == "grad"]
+
+    def logged(name, changes, event, key):
+        gru(changes, name)
+        assert program(train, "--model", f"lib/{name}.py:MyGRU:D=8", *SHORT, "--out", name)[0] == 0
+        return [e[key] for e in report.read_log(name) if e["event"] == event]
+
+    flat = {"self.layers": "self.blocks", "self.head =": "self.more = self.head =", "flatten())": "flatten()).half()"}
+    assert logged("flat", flat, "grad", "layers") == [[]]
+    norms = logged("frozen", put("head", "self.layers[0].requires_grad_(False)"), "grad", "layers")
     assert all(first == 0 and second > 0 for first, second in norms) and norms
     assert program(tasks, *QUICK, "--model", "lib/frozen.py:MyGRU:D=8", "--out", "task")[0] == 0
-    Path("lib/named.py").write_text(gru.replace(  # `layers` is another name: each gradient counts once all the same
-        "self.layers = nn", "self.blocks = nn").replace("self.head =", "self.layers, self.head = [*self.blocks],"))
-    for name in ("mygru", "named"):
-        assert program(train, "--model", f"lib/{name}.py:MyGRU:D=8", *SHORT, "--out", name)[0] == 0
-    norms = [[e["grad_norm"] for e in report.read_log(name) if e["event"] == "train"] for name in ("mygru", "named")]
-    assert norms[0] == norms[1] != []
+    # `layers` is another name: each gradient counts once all the same
+    named = {"self.layers = nn": "self.blocks = nn", "self.head =": "self.layers, self.head = [*self.blocks],"}
+    assert logged("mygru", {}, "train", "grad_norm") == logged("named", named, "train", "grad_norm") != []
     drawn = torch.get_rng_state()
     assert sample.step_faults(*sample.parse_spec("flat.py:MyGRU", "tiny", 256)) == []
     assert torch.equal(torch.get_rng_state(), drawn)
-    half = "assert len(idx[0]) < 16 or not torch.is_autocast_enabled('cpu'), 'long'\n        x, states ="
-    Path("lib/half.py").write_text("import torch\n" + gru.replace("x, states =", half))
+    half = "assert len(idx[0]) < 16 or not torch.is_autocast_enabled('cpu'), 'long'"
+    gru(put("called", half), "half", begin="import torch\n")
     refused = program(train, "--model", "lib/half.py:MyGRU", *SHORT, "--dtype", "bfloat16")
     assert_refused(refused, "its length 16: long")
-    Path("flat.py").write_text(gru)
+    gru(name="flat"), gru(name="../flat"), gru(name="../other")
     two = "lib/flat.py:MyGRU:D=8,flat.py:MyGRU:D=4"
     assert_refused(program(train, "--model", two, *SHORT), "two files have the name flat.py")
-    Path("other.py").write_text(gru)
     for module, argv in ((train, SHORT), (tasks, ["--task", "parity", "--epochs", 1])):
         alike = program(module, "--model", "lib/flat.py:MyGRU:D=8,other.py:MyGRU:D=8", *argv)
         assert_refused(alike, "one name")
 
 
-GRU_FAULTS = [  # what is said, of which class, and what is replaced in the example
-    ("D=x is not int", "MyGRU:D=x"), ("flag=true is not True or False", "MyGRU:flag=true",
-     ("V: int = 256", "V: int = 256\n    flag: bool = False")), ("did you mean MyGRU?", "MyGru"),
-    ("no Config, a dataclass whose fields have defaults, one of them V", "MyGRU", ("V: int = 256", "V: int")),
-    ("one of them V", "MyGRU", ("V: int", "W: int")), ("no Config, a dataclass", "MyGRU", ("@dataclass", "")),
-    (r"no Config.*; no forward\(.*; no init_state\(", "F"),
-    (r"no forward\(.*; no init_state\(", "MyGRU", ("def forward", "def call"), ("def init_state", "def begin")),
-    (r"logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)", "MyGRU",
-     ("return logits, loss", "return x, loss")),
-    (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", "MyGRU", ("self.init_state", "self.begin")),
-    ("a loss that is no finite number", "MyGRU", ("targets.flatten())", 'targets.flatten(), reduction="none")')),
-    *(("its loss: no mean of the cross-entropy", "MyGRU", ("targets.flatten())", f"targets.flatten(){rest}"))
+GRU_FAULTS = [  # what is said, what is changed in the example, the class if it is not MyGRU
+    ("D=x is not int", {}, "MyGRU:D=x"), ("did you mean MyGRU?", {}, "MyGru"),
+    (r"no Config.*; no forward\(.*; no init_state\(", {}, "F"),
+    ("flag=true is not True or False", put("field", "flag: bool = False"), "MyGRU:flag=true"),
+    ("no Config, a dataclass whose fields have defaults, one of them V", {"V: int = 256": "V: int"}),
+    ("one of them V", {"V: int": "W: int"}), ("no Config, a dataclass", {"@dataclass": ""}),
+    (r"no forward\(.*; no init_state\(", {"def forward": "def call", "def init_state": "def begin"}),
+    (r"logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)", {"return logits, loss": "return x, loss"}),
+    (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", {"self.init_state": "self.begin"}),
+    ("a loss that is no finite number", {"targets.flatten())": 'targets.flatten(), reduction="none")'}),
+    *(("its loss: no mean of the cross-entropy", {"targets.flatten())": f"targets.flatten(){rest}"})
       for rest in (', reduction="sum")', ") * len(idx[0]) / 8", ") / 2")),
-    ("sparse gradients, which AdamW does not take: embedding.weight", "MyGRU",
-     ("nn.Embedding(config.V, config.D)", "nn.Embedding(config.V, config.D, sparse=True)")),
-    ("parameters without a shape: head.weight", "MyGRU",
-     ("nn.Linear(config.D, config.V", "nn.LazyLinear(config.V")),
-    ("layers: no list of the model's own", "MyGRU", ("nn.ModuleList", "list")),  # its gradients would pile up
-    *(("layers: no list of the model's own", "MyGRU",
-       ("self.layers", "self.x"), ("self.head =", f"self.layers, self.head = {value},"))
+    ("sparse gradients, which AdamW does not take: embedding.weight", {"V, config.D)": "V, config.D, sparse=True)"}),
+    ("parameters without a shape: head.weight", {"nn.Linear(config.D, config.V": "nn.LazyLinear(config.V"}),
+    ("layers: no list of the model's own", {"nn.ModuleList": "list"}),  # its gradients would pile up
+    *(("layers: no list of the model's own",
+       {"self.layers": "self.x", "self.head =": f"self.layers, self.head = {value},"})
       for value in ("2", "self.x.children()", "[[*self.x]]", "nn.ModuleDict({'x': self.x})")),
-    *((f"its num_params: .*{fault}", "MyGRU",
-       ("def init_state", f"def num_params(self):\n        return {value}\n\n    def init_state")) for fault, value in (
-        ("KeyError: 'total'", {}), ("TypeError: .*NoneType", {"total": None}),
-        ("Tensor", "{'total': self.head.weight.sum()}"))),
-    ("its flops_per_token: .*Tensor", "MyGRU",
-     ("def init_state", "def flops_per_token(self, T):\n        return self.head.weight.sum()\n\n    def init_state")),
-    ("its flops_per_token: ZeroDivisionError", "MyGRU",
-     ("def init_state", "def flops_per_token(self, T):\n        return 9 / (T < 256)\n\n    def init_state")),
-    ("its NO_DECAY: .*NoneType", "MyGRU", ("def init_state", "NO_DECAY = None\n\n    def init_state")),
-    *(("its NO_DECAY: no tuple of texts", "MyGRU", ("def init_state", f"NO_DECAY = {value}\n\n    def init_state"))
-      for value in ("('head')", "(1,)")),
-    ("has SIZES that are not of its Config: .*'H'", "MyGRU",
-     ("def init_state", "from hmamba import HMamba\n    SIZES = HMamba.SIZES\n\n    def init_state")),
-    ("its config: .*should be called on dataclass", "MyGRU",
-     ("self.config = config", "self.config = type('C', (), vars(config))")),
-    ("its config: .*type is not JSON", "MyGRU", ("V: int = 256", "V: int = 256\n    act: type = nn.Tanh")),
-    ("MyGRU: odd", "MyGRU:D=9",
-     ("V: int = 256", "V: int = 256\n\n    def __post_init__(self):\n        assert self.D != 9, 'odd'")),
-    ("its length 256: too long", "MyGRU",
-     ("x, states =", "assert idx.shape[1] < 256, 'too long'\n        x, states =")),
-    ("its checkpoint, once loaded: KeyError: 128", "MyGRU",
-     ("V: int = 256", "V: int = 256\n    widths: dict = field(default_factory=lambda: {128: 128})"),
-     ("import dataclass", "import dataclass, field"), ("= nn.Linear(config.D", "= nn.Linear(config.widths[128]")),
-    (r"its checkpoint, once loaded: RuntimeError: .*seen", "MyGRU",
-     ("x, states =", "self.register_buffer('seen', idx)\n        x, states =")),
-    ("without a gradient: unused.weight, unused.bias", "MyGRU",
-     ("self.config =", "self.unused, self.config = nn.Linear(2, 2),")),
-    ("in pieces, with the state carried on, a text has other logits", "MyGRU",
-     ("states.append(h)", "states.append(h * 0)")),
-    (r"cannot import lib/mygru.py: ImportError: .*\(mygru.py, line 4\)", "MyGRU", ("import nn", "import nm")),
-    ("cannot import lib/mygru.py: SyntaxError", "MyGRU", ("def __init__(self", "def __init__(self,")),
-    ("cannot import lib/mygru.py: SystemExit", "MyGRU", ("import nn", "import nn; raise SystemExit")),
+    *((f"its num_params: .*{fault}", put("method", f"def num_params(self):\n    return {value}\n"))
+      for fault, value in (("KeyError: 'total'", {}), ("TypeError: .*NoneType", {"total": None}),
+                           ("Tensor", "{'total': self.head.weight.sum()}"))),
+    *((f"its flops_per_token: {fault}", put("method", f"def flops_per_token(self, T):\n    return {value}\n"))
+      for fault, value in ((".*Tensor", "self.head.weight.sum()"), ("ZeroDivisionError", "9 / (T < 256)"))),
+    *((f"its NO_DECAY: {fault}", put("method", f"NO_DECAY = {value}\n")) for fault, value in (
+        (".*NoneType", None), ("no tuple of texts", "('head')"), ("no tuple of texts", "(1,)"))),
+    ("has SIZES that are not of its Config: .*'H'",
+     put("method", "from hmamba import HMamba\nSIZES = HMamba.SIZES\n")),
+    ("its config: .*should be called on dataclass", {"= config\n": "= type('C', (), vars(config))\n"}),
+    ("its config: .*type is not JSON", put("field", "act: type = nn.Tanh")),
+    ("MyGRU: odd", put("field", "def __post_init__(self):\n    assert self.D != 9, 'odd'\n"), "MyGRU:D=9"),
+    ("its length 256: too long", put("called", "assert idx.shape[1] < 256, 'too long'")),
+    ("its checkpoint, once loaded: KeyError: 128",
+     put("field", "from dataclasses import field\nwidths: dict = field(default_factory=lambda: {128: 128})")
+     | {"= nn.Linear(config.D": "= nn.Linear(config.widths[128]"}),
+    (r"its checkpoint, once loaded: RuntimeError: .*seen", put("called", "self.register_buffer('seen', idx)")),
+    ("without a gradient: unused.weight, unused.bias", put("made", "self.unused = nn.Linear(2, 2)")),
+    ("in pieces, with the state carried on, a text has other logits", {"states.append(h)": "states.append(h * 0)"}),
+    (r"cannot import lib/mygru.py: ImportError: .*\(mygru.py, line 4\)", {"import nn": "import nm"}),
+    ("cannot import lib/mygru.py: SyntaxError", {"def __init__(self": "def __init__(self,"}),
+    ("cannot import lib/mygru.py: SystemExit", {"import nn": "import nn; raise SystemExit"}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", GRU_FAULTS, ids=lambda row: row[0])
 def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row):
     """Before anything is made."""
-    message, spec, *changes = row
+    message, changes, spec = (*row, "MyGRU")[:3]
     before = content(".")
-    for old, new in changes:
-        assert old in gru
-        gru = gru.replace(old, new)
-    Path("lib/mygru.py").write_text(gru)
+    gru(changes)
     monkeypatch.setattr(train, "train", lambda *_: pytest.fail("it trained"))
     code, out, err = program(train, "--model", f"hmamba,lib/mygru.py:{spec}", "--data", "text.txt")
     assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err), err
@@ -3651,34 +3646,24 @@ def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row
     assert new <= {"cache", "lib"}  # of corpora, and of Python
 
 
-SOUND = {  # what a user may do as well: (what is replaced in the example)
-    "heeds checkpointing": [("x, states =", "assert self.checkpointing in (True, False)\n        x, states =")],
-    "layers is a property": [("self.layers =", "self.blocks ="),
-                             ("def init_state", "layers = property(lambda self: [*self.blocks])\n\n"
-                                                "    def init_state")],
-    "L fits another setting": [("L: int = 2", "L: int = 6\n    kinds: str = 'ababab'\n\n    def __post_init__(self):\n"
-                                              "        assert len(self.kinds) == self.L")],
-    "reads values as it is made": [("import dataclass", "import dataclass\nimport torch"),
-                                   ("self.config =", "self.rates = [x.item() for x in torch.linspace(0, 1, 3)]\n"
-                                    "        self.config =")],
-    "a depth of its own": [("L: int = 2", "L: int = 6"),
-                           ("self.config =", "assert config.L == 6\n        self.config =")],
-    "layers in a row": [("nn.ModuleList(nn.GRU(config.D, config.D, batch_first=True) for _ in range(config.L))",
-                         "nn.Sequential(*[nn.GRU(config.D, config.D, batch_first=True) for _ in range(config.L)])")],
-    "a complex parameter": [
-        ("import dataclass", "import dataclass\nimport torch"),
-        ("self.head =", "self.turn = nn.Parameter(torch.ones(config.D, dtype=torch.cfloat))\n        self.head ="),
-        ("self.head(x)", "self.head((x * self.turn).real + (x * self.turn).imag)")],
-    "decays less": [("def init_state", "NO_DECAY = ['head']\n\n    def init_state")],
+SOUND = {  # what a user may do as well
+    "heeds checkpointing": put("called", "assert self.checkpointing in (True, False)"),
+    "layers is a property": {"self.layers =": "self.blocks ="} | put(
+        "method", "layers = property(lambda self: [*self.blocks])\n"),
+    "L fits another setting": {"L: int = 2": "L: int = 6\n    kinds: str = 'ababab'"} | put(
+        "field", "def __post_init__(self):\n    assert len(self.kinds) == self.L\n"),
+    "reads values as it is made": put("made", "import torch\nself.rates = [x.item() for x in torch.linspace(0, 1, 3)]"),
+    "a depth of its own": {"L: int = 2": "L: int = 6"} | put("made", "assert config.L == 6"),
+    "layers in a row": {"nn.ModuleList(": "nn.Sequential(*[", "range(config.L))": "range(config.L)])"},
+    "a complex parameter": {"self.head(x)": "self.head((x * self.turn).real + (x * self.turn).imag)"} | put(
+        "head", "import torch\nself.turn = nn.Parameter(torch.ones(config.D, dtype=torch.cfloat))"),
+    "decays less": put("method", "NO_DECAY = ['head']\n"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SOUND)
 def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, kind):
-    for old, new in SOUND[kind]:
-        assert old in gru
-        gru = gru.replace(old, new)
-    Path("lib/mygru.py").write_text(gru)
+    gru(SOUND[kind])
     model = ["--model", "lib/mygru.py:MyGRU:D=8"]
     assert program(train, *model, *SHORT, "--params")[::2] == program(train, *model, *SHORT, "--out", "run")[::2]
     assert program(sample, "run", *model, "--length", 1)[0] == 0
