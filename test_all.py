@@ -3292,7 +3292,7 @@ def test_train_faults(program, begun):
                 path.write_bytes(was)
 
 
-def test_params_by_component(program):
+def test_params_by_component(program, no_curves):
     """Of bytes; of GPT-2's tokens where the run would have them, and at PAM's sizes as in its table 1."""
     for flags, *counts in (
         ("--model hmamba,mamba --size 253m", "253,033,856", "253,051,904", "76,321,152"),
@@ -3614,7 +3614,7 @@ SOUND = {  # what a user may do as well
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, kind):
+def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, no_curves, kind):
     gru(SOUND[kind])
     model = ["--model", "lib/mygru.py:MyGRU:D=8"]
     assert program(train, *model, *SHORT, "--params")[::2] == program(train, *model, *SHORT, "--out", "run")[::2]
@@ -4078,7 +4078,7 @@ def test_epochs_become_steps(program, monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_in_epochs(program):
+def test_training_in_epochs(program, no_curves):
     """PAM in epochs: evaluations at and between their ends, generated texts, tables, resume bit for bit."""
     flags = ["--model", "pam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--size", "5m", "--epochs", 3, "--seq", 64,
              "--eval_seqs", 8, "--sample_every", 10, "--lr", 0.02, "--warmup", 5, "--batch", 32]  # fmt: skip
@@ -4272,12 +4272,14 @@ def test_wordnet_pairs(wordnet):
 
 
 @pytest.fixture
-def diagnosed(merges, program):
+def diagnosed(merges, program, monkeypatch):
     """Two runs, pam-bytes and pam-gpt2, with what their checkpoints say."""
-    for tokens in ("bytes", "gpt2"):
-        argv = ["--model", "pam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--seq", 32, "--batch", 8, "--steps", 2,
-                "--eval_seqs", 2, "--sample_every", 2, "--tokens", tokens]  # fmt: skip
-        assert program(train, *argv, "--lr", 1e-2, "--out", f"pam-{tokens}")[0] == 0
+    argv = ["--model", "pam:D=8:L=1:H=1:d=4", "--data", "text.txt", "--seq", 32, "--batch", 8, "--steps", 2,
+            "--eval_seqs", 2, "--sample_every", 2, "--lr", 1e-2]  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        for tokens in ("bytes", "gpt2"):
+            assert program(train, *argv, "--tokens", tokens, "--out", f"pam-{tokens}")[0] == 0
     return [sample.read_checkpoint(f"pam-{tokens}")["meta"] for tokens in ("bytes", "gpt2")]
 
 
