@@ -1701,7 +1701,7 @@ def zipped(members, method=zipfile.ZIP_DEFLATED):
 
 TOKENS = np.random.RandomState(0).randint(0, 265, 9000).astype("<u2")  # numbers that could be tokens
 NO_COLUMN = b'{"id": 1}\n' * 900
-FAULTS = [  # the files (a file: x), the command line, what the message has to say
+@pytest.mark.parametrize("row", [  # the files (a file: x), the command line, what the message has to say
     ({}, ["nope"], "no corpus 'nope': give a name (stdlib"),
     ({}, [""], "no corpus ''"),
     ({}, ["/dev/zero"], "no regular file"),
@@ -1736,11 +1736,9 @@ FAULTS = [  # the files (a file: x), the command line, what the message has to s
         ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
         ("blank.txt", b"the a" + b" " * 10**6 + b"the", "from byte 5 on no word ends for more than 400,000"),
     )),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("files, argv, message", FAULTS, ids=[message[-30:].strip() for *_, message in FAULTS])
-def test_data_faults(files, argv, message, merges, program, cache):
+], ids=lambda row: row[2][-30:].strip())  # fmt: skip
+def test_data_faults(row, merges, program, cache):
+    files, argv, message = row
     write_tree(Path(), files if isinstance(files, dict) else {"x": files})
     done = program(data, *argv)
     assert_refused(done, message)
@@ -1817,30 +1815,27 @@ def test_data_file_is_mapped_where_it_lies(cache):
 DOCUMENTS = [*documents(300), None, "naïve ☃".encode(), b""]  # a null is no document, an empty string is one
 LINK = zipfile.ZipInfo("link")
 LINK.external_attr = 0o120777 << 16  # its Unix type: a symbolic link
-CONVERTED = {  # a file; what it becomes; the column
-    "parquet": (parquet(DOCUMENTS), joined(DOCUMENTS), None),
-    "zstd": (parquet(DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
-    "column": (parquet(DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
-    "dictionary": (parquet(DOCUMENTS, kind=pa.dictionary(pa.int32(), pa.large_string())), joined(DOCUMENTS), None),
-    "jsonl BOM": (b'\xef\xbb\xbf{"text": "' + b"a" * 9000 + b'"}\n{"text": ""}', joined([b"a" * 9000, b""]), None),
-    "jsonl blank": (b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900, joined([b"a"] + [b"b"] * 900), None),
-    "jsonl": ("".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(),
-              joined(DOCUMENTS), "a"),
-    "zip": (zipped({"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
-            text(4000, 1) + text(5000), None),
-    "zip with an update and a link": (
-        zipped({"a": text(4000), "b": text(900), zipfile.ZipInfo("a"): text(5000, 1), LINK: b"../../etc/passwd"}),
-        text(5000, 1) + text(900), None),
-    "zip of others": (zipped({"b": zipped({"c": text(900)}), "a": parquet(DOCUMENTS)}),
-                      joined(DOCUMENTS) + text(900), None),
-    "zip with names of others": (zipped(dict.fromkeys(("n/mimetype", "n/data.pkl"), text(900))), text(900) * 2, None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", CONVERTED)
-def test_data_converted(kind, cache):
+@pytest.mark.parametrize("row", [  # a file; what it becomes; the column
+    ("parquet", parquet(DOCUMENTS), joined(DOCUMENTS), None),
+    ("zstd", parquet(DOCUMENTS, compression="zstd", row_group_size=7), joined(DOCUMENTS), None),
+    ("column", parquet(DOCUMENTS, "body"), joined(DOCUMENTS), "body"),
+    ("dictionary", parquet(DOCUMENTS, kind=pa.dictionary(pa.int32(), pa.large_string())), joined(DOCUMENTS), None),
+    ("jsonl BOM", b'\xef\xbb\xbf{"text": "' + b"a" * 9000 + b'"}\n{"text": ""}', joined([b"a" * 9000, b""]), None),
+    ("jsonl blank", b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900, joined([b"a"] + [b"b"] * 900), None),
+    ("jsonl", "".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(),
+     joined(DOCUMENTS), "a"),
+    ("zip", zipped({"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
+     text(4000, 1) + text(5000), None),
+    ("zip with an update and a link",
+     zipped({"a": text(4000), "b": text(900), zipfile.ZipInfo("a"): text(5000, 1), LINK: b"../../etc/passwd"}),
+     text(5000, 1) + text(900), None),
+    ("zip of others", zipped({"b": zipped({"c": text(900)}), "a": parquet(DOCUMENTS)}),
+     joined(DOCUMENTS) + text(900), None),
+    ("zip with names of others", zipped(dict.fromkeys(("n/mimetype", "n/data.pkl"), text(900))), text(900) * 2, None),
+], ids=lambda row: row[0])  # fmt: skip
+def test_data_converted(row, cache):
     """Whatever the file is called, and alone or in a folder; prepared once, and anew if it changed."""
-    content, expected, column = CONVERTED[kind]
+    _, content, expected, column = row
     for name, corpus_name in ("a b.txt", "a_b"), (os.fsdecode(b"caf\xe9.bin"), "caf_"), ("folder/a", "folder"):
         path = write_tree(cache.parent, {name: content}) / name
         given = path.parent if name == "folder/a" else path
@@ -1867,7 +1862,7 @@ def test_data_text_is_text_whatever_it_begins_with(cache):
 
 torch.save(torch.zeros(9), CHECKPOINT := io.BytesIO())
 BINARY = np.random.RandomState(0).bytes(9000)
-KINDS = {  # what is no text, and what is said of it
+@pytest.mark.parametrize("content, kind", {  # what is no text, and what is said of it
     b"\x1f\x8b\x08" + BINARY: "(gzip): gunzip x",
     b"BZh91AY&SY" + BINARY: "(bzip2): bunzip2 x",
     b"\xfd7zXZ\0" + BINARY: "(xz): unxz x",
@@ -1885,20 +1880,17 @@ KINDS = {  # what is no text, and what is said of it
     TOKENS.tobytes(): "(binary data)",
     text(60_000) + BINARY: "(binary data)",
     bytes(range(1, 8)) * 20 + text(9000): "(binary data)",
-}
-
-
-@pytest.mark.parametrize("content", KINDS, ids=KINDS.values())
-def test_data_that_is_no_text(content, program, cache, capsys):
+}.items(), ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+def test_data_that_is_no_text(content, kind, program, cache, capsys):
     """Alone it is refused; in a folder, and in an archive, it is left out, and that is said once and in the log."""
     Path("x").write_bytes(content)
-    assert_refused(program(data, "x"), f"x cannot be read as it is {KINDS[content]}")
+    assert_refused(program(data, "x"), f"x cannot be read as it is {kind}")
     assert not cache.exists()
     write_tree(Path("folder"), {"a.txt": text(5000), "z/x.txt": content})
     for _ in range(2):
         corpus = data.load("folder", 16)
         assert corpus.tokens.tobytes() == text(5000)
-        assert corpus.summary()["left_out"] == f"{KINDS[content][1:].partition(')')[0]}: z/x.txt"
+        assert corpus.summary()["left_out"] == f"{kind[1:].partition(')')[0]}: z/x.txt"
     assert capsys.readouterr().err == f"folder: left out {corpus.left_out}\n"
     Path("y").write_bytes(zipped({"a": text(5000), "x": content}))
     assert data.load("y", 16).tokens.tobytes() == text(5000)
@@ -2139,22 +2131,19 @@ def assert_in_vain(cache, message):
     return str(error.value)
 
 
-DOWNLOADS = {  # faults of a shard's answers (...: of all that follow); where requests begin, at 0 or behind what came
+@pytest.mark.parametrize("faults, expected", {  # of a shard's answers; where requests begin, at 0 or behind what came
     "": "0", "drop": "0 h", ",".join(6 * ["drop"]): "0 h h h h h h", "stall": "0 h", "500,408,503": "0 0 0 0",
     "drop,429": "0 h h", "drop,nothing,nothing": "0 h h h", "nothing,...": "0 0 0 0 0 0: always breaks",
     "404,...": "0: 404 Client Error",
     "500,...": "0 0 0 0 0 0: too many 500 error", "html,...": "0: the server sends something else",
     "drop,html": "0 h: the server sends something else", "drop,no ranges": "0 h: the server sends something else",
     "flip": "0: came damaged", "drop,404": "0 h: put a copy as 0.parquet into /",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("faults", DOWNLOADS)
-def test_download(faults, hub, toy, cache):
+}.items())  # fmt: skip
+def test_download(faults, expected, hub, toy, cache):
     """It outlives faults that pass. If one lasts it says what to do, trusts nothing, and the next call works."""
     queue = [int(fault) if fault.isdecimal() else fault for fault in faults.split(",") if fault]
     hub.faults[SHARDS[0]] = queue[:1] * 50 if "..." in faults else list(queue)
-    requests, _, message = DOWNLOADS[faults].partition(": ")
+    requests, _, message = expected.partition(": ")
     if message:
         assert SHARDS[0] in assert_in_vain(cache, message)
     else:
@@ -2460,14 +2449,8 @@ def made(program, no_curves, tmp_path_factory):
 
 
 @pytest.fixture
-def straight(made):
-    """The run of SMALL that nothing happens to. Not to be written to."""
-    return made("straight")
-
-
-@pytest.fixture
 def cut(made):
-    """The same, stopped after step 6: a copy, "cut"."""
+    """The run of SMALL, stopped after step 6: a copy, "cut"."""
     shutil.copytree(made("cut", "--stop_at", 6), "cut")
 
 
@@ -2535,7 +2518,7 @@ def assert_refused(done, *messages):
 
 
 @pytest.mark.slow
-def test_train_writes_a_whole_run(program, straight, tmp_path):
+def test_train_writes_a_whole_run(program, made, tmp_path):
     code, out, err = program(train, *SMALL)
     assert (code, err, "\x1b" in out) == (0, "", False)
     folder = tmp_path / "runs/hmamba_D_32_L_2_H_2_N_4-text-tiny-s1"
@@ -2566,7 +2549,7 @@ def test_train_writes_a_whole_run(program, straight, tmp_path):
     assert steps == ["2", "3", "4", "6", "8"]
     assert f"now the whole validation split, {windows} windows instead of 16: the loss may jump" in out
     assert f"validation {final['val_loss'] / math.log(2):.3f} bpc ({final['val_loss']:.4f} nats)" in out
-    assert_same_run(folder, straight)
+    assert_same_run(folder, made("straight"))
     assert program(train, *SMALL, "--steps", 1)[0] == 0  # a second run disturbs nothing
     assert {p.name for p in tmp_path.glob("runs/*")} == {folder.name, f"{folder.name}-2"}
     assert report.read_log(folder) == events
@@ -2703,11 +2686,11 @@ def a_damaged_checkpoint(program, monkeypatch):
     (a_kill, 2), (a_kill, 5), (a_kill, 9), (a_kill_in_the_last_validation,), (data_that_changes,), (a_full_disk,),
     (a_damaged_checkpoint,),
 ], ids=lambda incident: incident[0].__name__)  # fmt: skip
-def test_run_ends_as_if_nothing_had_happened(program, straight, cut, monkeypatch, incident):
+def test_run_ends_as_if_nothing_had_happened(program, made, cut, monkeypatch, incident):
     with monkeypatch.context() as patch:
         incident[0](program, patch, *incident[1:])
     assert program(train, "--resume", "cut")[0] == 0
-    assert_same_run(straight, "cut")
+    assert_same_run(made("straight"), "cut")
 
 
 def test_random_numbers_and_best_are_those_of_the_checkpoint(program, cut):
@@ -2745,12 +2728,12 @@ def test_resume_from_another_folder(program, no_curves, tmp_path, monkeypatch):
     assert 0 <= times[0] and times == sorted(times)  # the time of each part adds up
 
 
-def test_gradients_are_clipped(program, straight, monkeypatch):
+def test_gradients_are_clipped(program, made, monkeypatch):
     """With a bound of almost 0 AdamW's epsilon swallows the updates."""
+    first = report.read_log(made("straight"))[1]
     monkeypatch.setattr(train, "CLIP", 1e-12)
     assert program(train, *SMALL, "--out", "clipped")[0] == 0
-    first, clipped = report.read_log(straight)[1], report.read_log("clipped")[-2]
-    assert clipped["val_loss"] > first["val_loss"] - 0.05  # without: 0.3 at least
+    assert report.read_log("clipped")[-2]["val_loss"] > first["val_loss"] - 0.05  # without: 0.3 at least
 
 
 def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
@@ -2764,7 +2747,7 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_one_writer_a_run_folder(program, straight, cut, monkeypatch):
+def test_one_writer_a_run_folder(program, made, cut, monkeypatch):
     """The second start says who holds the folder, and touches nothing. The lock dies with its process."""
     child = os.fork()
     if not child:
@@ -2786,6 +2769,7 @@ def test_one_writer_a_run_folder(program, straight, cut, monkeypatch):
         said = "note: no log of this result (InputError: cut is in use by"
         printed(program(train, "--resume", "cut", "--eval_only"), said, "val loss")
         assert content("cut") == held
+    straight = made("straight")
     at_step(monkeypatch, 7, start_more)
     assert program(train, "--resume", "cut")[0] == 0 and refused
     assert_same_run(straight, "cut")
@@ -2838,14 +2822,17 @@ def test_backend_is_judged_before_anything_is_written(program, cut, monkeypatch,
 
 
 @pytest.mark.parametrize("argv", [["--micro", 3], ["--checkpointing"]], ids=str)
-def test_what_changes_no_result(program, straight, argv):
+def test_what_changes_no_result(program, made, argv):
     """The logged loss and the gradient are means over the whole step; also where the last micro-batch is smaller."""
     assert program(train, *SMALL, *argv, "--out", "run")[0] == 0
-    (assert_nearly_same_run if argv[0] == "--micro" else assert_same_run)(straight, "run")
+    (assert_nearly_same_run if argv[0] == "--micro" else assert_same_run)(made("straight"), "run")
 
 
-# Two ranks are two forks of a process that has imported train.py, started and watched by torchrun's agent.
-RANKS = """
+@pytest.mark.slow
+def test_two_processes_equal_one_and_survive(program, made):
+    """A rank out of memory, a rank killed, SIGHUP to the agent: bit for bit a run that nothing happened to."""
+    # Two ranks are two forks of a process that has imported train.py, started and watched by torchrun's agent.
+    ranks = """
 import os, signal, sys
 import data, sample, train
 import torch._dynamo  # what the optimizer imports, once for all of them
@@ -2896,16 +2883,11 @@ for fault in (True, False):
     launch([*argv, "--out", "run1", "--resume", "run1"], fault)
 launch([*argv, "--out", "run1", "--lr", "1"], False)
 """
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one_and_survive(program, straight):
-    """A rank out of memory, a rank killed, SIGHUP to the agent: bit for bit a run that nothing happened to."""
     env = ENV | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    argv = [sys.executable, "-c", RANKS, *SMALL, "--micro", "2"]
+    argv = [sys.executable, "-c", ranks, *SMALL, "--micro", "2"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert_nearly_same_run(straight, "run0")
+    assert_nearly_same_run(made("straight"), "run0")
     assert "rank 1 writes" not in done.stderr
     assert "error on rank 1: out of memory: set --checkpointing, lower --micro (same result) or --seq\n" in done.stderr
     assert done.stdout.count("ended by SignalException") == 1
@@ -3078,8 +3060,8 @@ def test_init_from(program, cut):
             use()
 
 
-def test_eval_only_judges_the_best_checkpoint(program, straight, monkeypatch):
-    shutil.copytree(straight, "run")
+def test_eval_only_judges_the_best_checkpoint(program, made, monkeypatch):
+    shutil.copytree(made("straight"), "run")
     before = content("run")
     Path("other.txt").write_text(Path("text.txt").read_text()[::-1])
     forward, modes = hmamba.HMamba.forward, []  # in training mode a loaded model could change, as by a BatchNorm
@@ -3582,7 +3564,7 @@ def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row
     assert new <= {"cache", "lib"}  # of corpora, and of Python
 
 
-SOUND = {  # what a user may do as well
+@pytest.mark.parametrize("kind, changes", {  # what a user may do as well
     "heeds checkpointing": put("called", "assert self.checkpointing in (True, False)"),
     "layers is a property": {"self.layers =": "self.blocks ="} | put(
         "method", "layers = property(lambda self: [*self.blocks])\n"),
@@ -3594,12 +3576,9 @@ SOUND = {  # what a user may do as well
     "a complex parameter": {"self.head(x)": "self.head((x * self.turn).real + (x * self.turn).imag)"} | put(
         "head", "import torch\nself.turn = nn.Parameter(torch.ones(config.D, dtype=torch.cfloat))"),
     "decays less": put("method", "NO_DECAY = ['head']\n"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SOUND)
-def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, no_curves, kind):
-    gru(SOUND[kind])
+}.items(), ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, no_curves, kind, changes):
+    gru(changes)
     model = ["--model", "lib/mygru.py:MyGRU:D=8"]
     assert program(train, *model, *SHORT, "--params")[::2] == program(train, *model, *SHORT, "--out", "run")[::2]
     assert program(sample, "run", *model, "--length", 1)[0] == 0
@@ -3716,45 +3695,40 @@ def test_report_reads_logs(program, drawn, monkeypatch):
 
 
 UNFINISHED = "+0.950{0} *0.321 and 0.368* | +0.800{0} *0.315 to 0.396* | +0.800{0} | +1.267{0}".format(", 1 of 2 seeds")
-# {what: (runs as (model, losses, settings), what the tables have, what they do not have)}
-REPORTS = {
-    "one model without layers, its run not finished": (
-        [("csp", [8, 4.04], {"final": 0, "layers": []})],
-        ["4.1 bpc", "| csp | 4.040 | - |"], ["/ csp", "Gap", "Gradient"]),
-    "no step at all": ([("csp", [8], {}), ("rnn", [8], {})], ["| csp | 8.000 | 8.000 |"], ["rnn / csp"]),
-    "ends that a constant rate has not": (
-        [*(("hmamba", [8, 3], {"schedule": "constant", "min_lr": x, "seeds": f"{x}"}) for x in (0, 1)),
-         ("mamba", [8, 4], {"schedule": "constant", "seeds": "0"})],
-        ["| hmamba | 10 | 0.01 | 2 |", "at step 15, 75% of the budget"], ["rate 0.01 to "]),
-    "kinds, and rates; what counts is the first crossing": (
-        [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 4, 3, 2.8], {"schedule": "constant"}),
-         ("hmamba", [8, 3.5, 3.1, 2.9], {"eval_seqs": 9}), ("hmamba", [8, 2.4, 3, 2.0], {"lr": 0.02})],
-        ["Runs of 3 kinds, which differ in schedule, eval_seqs and are not averaged.\n\n### ", "| 0.01 | 1 |",
-         "| hmamba, rate 0.01 | 10 |", "| hmamba, rate 0.02 | 1 | 14 | 16 | 18 | 20 | 56 | 58 | 60 | 2.000 | 2.000 |"],
-        []),
-    "ends of the cosine": (
-        [("hmamba", [8, 4], {}), ("hmamba", [8, 3], {"min_lr": 0.0}), ("mamba", [8, 3], {"min_lr": 0.0})],
-        ["| hmamba, rate 0.01 to 0 | 3.000 ", "| hmamba, rate 0.01 to 0.001 | 4.000 ",
-         "| mamba, rate 0.01 to 0 / hmamba, rate 0.01 to 0 | 1.00 "], []),
-    "begun, stopped by --stop_at, short of a target: never a number of another step": (
-        [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 3, 2.5, 2.1], {"seeds": "2"}),
-         ("mamba", [8, 3.1, 2.6], {"steps": 60}), ("mamba", [8, 5, 3.5, 2.9], {"seeds": "2"})],
-        ["| 40 (24-57) | 44 (28-60) | - *237-252* | - |", f"| mamba - hmamba | {UNFINISHED} |",
-         "| 24 | 28 | - | - | - | - |", "| > 1.22 *about 3* |"], []),
-    "a seed that the reference lacks": (
-        [("hmamba", [8, 3], {}), ("mamba", [8, 3], {}), ("mamba", [8, 3.5], {"seeds": "2"})],
-        ["| mamba / hmamba | 1.00, 1 of 2 seeds |"], ["1.00 |"]),
-    "none at the budget: no mean over the run": (
-        [("hmamba", [8, 3], {"steps": 60}), ("mamba", [8, 4], {"steps": 60})], [" 45 steps of warmup, "], ["Gap"]),
-    "the end of a warmup between evaluations; a loss attained before the first step, which has no ratio": (
-        [("hmamba", [3.9, 3, 2.5, 2.1], {"warmup": 25}), ("mamba", [8, 3, 2.6, 2.1], {"warmup": 25})],
-        ["| mamba - hmamba | +0.025 *0.321 and 0.368* | +0.000 ", "| mamba / hmamba | - | 2.03 |"], []),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", REPORTS)
-def test_tables(tmp_path, what):
-    runs, found, missing = REPORTS[what]
+@pytest.mark.parametrize("row", [  # runs as (model, losses, settings), what the tables have, what they do not have
+    ("one model without layers, its run not finished", [("csp", [8, 4.04], {"final": 0, "layers": []})],
+     ["4.1 bpc", "| csp | 4.040 | - |"], ["/ csp", "Gap", "Gradient"]),
+    ("no step at all", [("csp", [8], {}), ("rnn", [8], {})], ["| csp | 8.000 | 8.000 |"], ["rnn / csp"]),
+    ("ends that a constant rate has not",
+     [*(("hmamba", [8, 3], {"schedule": "constant", "min_lr": x, "seeds": f"{x}"}) for x in (0, 1)),
+      ("mamba", [8, 4], {"schedule": "constant", "seeds": "0"})],
+     ["| hmamba | 10 | 0.01 | 2 |", "at step 15, 75% of the budget"], ["rate 0.01 to "]),
+    ("kinds, and rates; what counts is the first crossing",
+     [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 4, 3, 2.8], {"schedule": "constant"}),
+      ("hmamba", [8, 3.5, 3.1, 2.9], {"eval_seqs": 9}), ("hmamba", [8, 2.4, 3, 2.0], {"lr": 0.02})],
+     ["Runs of 3 kinds, which differ in schedule, eval_seqs and are not averaged.\n\n### ", "| 0.01 | 1 |",
+      "| hmamba, rate 0.01 | 10 |", "| hmamba, rate 0.02 | 1 | 14 | 16 | 18 | 20 | 56 | 58 | 60 | 2.000 | 2.000 |"],
+     []),
+    ("ends of the cosine",
+     [("hmamba", [8, 4], {}), ("hmamba", [8, 3], {"min_lr": 0.0}), ("mamba", [8, 3], {"min_lr": 0.0})],
+     ["| hmamba, rate 0.01 to 0 | 3.000 ", "| hmamba, rate 0.01 to 0.001 | 4.000 ",
+      "| mamba, rate 0.01 to 0 / hmamba, rate 0.01 to 0 | 1.00 "], []),
+    ("begun, stopped by --stop_at, short of a target: never a number of another step",
+     [("hmamba", [8, 3, 2.5, 2.1], {}), ("hmamba", [8, 3, 2.5, 2.1], {"seeds": "2"}),
+      ("mamba", [8, 3.1, 2.6], {"steps": 60}), ("mamba", [8, 5, 3.5, 2.9], {"seeds": "2"})],
+     ["| 40 (24-57) | 44 (28-60) | - *237-252* | - |", f"| mamba - hmamba | {UNFINISHED} |",
+      "| 24 | 28 | - | - | - | - |", "| > 1.22 *about 3* |"], []),
+    ("a seed that the reference lacks",
+     [("hmamba", [8, 3], {}), ("mamba", [8, 3], {}), ("mamba", [8, 3.5], {"seeds": "2"})],
+     ["| mamba / hmamba | 1.00, 1 of 2 seeds |"], ["1.00 |"]),
+    ("none at the budget: no mean over the run",
+     [("hmamba", [8, 3], {"steps": 60}), ("mamba", [8, 4], {"steps": 60})], [" 45 steps of warmup, "], ["Gap"]),
+    ("the end of a warmup between evaluations; a loss attained before the first step, which has no ratio",
+     [("hmamba", [3.9, 3, 2.5, 2.1], {"warmup": 25}), ("mamba", [8, 3, 2.6, 2.1], {"warmup": 25})],
+     ["| mamba - hmamba | +0.025 *0.321 and 0.368* | +0.000 ", "| mamba / hmamba | - | 2.03 |"], []),
+], ids=lambda row: row[0])  # fmt: skip
+def test_tables(tmp_path, row):
+    what, runs, found, missing = row
     logs = [write_log(tmp_path / f"{i}", model, bpc, **settings) for i, (model, bpc, settings) in enumerate(runs)]
     text, _ = report.training_report(logs)
     assert [part for part in found if part not in text] == [part for part in missing if part in text] == [], text
