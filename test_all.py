@@ -906,11 +906,10 @@ def text_batch(B, T):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("spec", "dtype", "T"),
-    [(v, torch.float64, 70) for v in VARIANTS]
-    + [pytest.param(v, torch.float32, 300, marks=pytest.mark.slow) for v in [*sample.MODELS, SOFTMAX[0]]],
-)
+@pytest.mark.parametrize("spec, dtype, T", [
+    *((v, torch.float64, 70) for v in VARIANTS),
+    *(pytest.param(v, torch.float32, 300, marks=pytest.mark.slow) for v in [*sample.MODELS, SOFTMAX[0]]),
+])  # fmt: skip
 def test_step_and_chunked_prefill_equal_the_full_pass(spec, dtype, T):
     """So no output sees what follows. In float32 to 1e-4: sums of T numbers of size 1 lose at most T 2^-24 each."""
     model, idx = make(spec, L=2 if T < 100 and spec in sample.MODELS else 1).to(dtype), text_batch(2, T)
@@ -1294,28 +1293,7 @@ def test_decay_groups():
         assert {key: set(names) for key, names in groups.items()} == expected, spec
 
 
-def test_specs_refused():
-    for spec, message in (
-        ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="), ("hmamba:N", "no setting 'N'"),
-        ("pam:heads=4", "no setting 'heads=4'; known: D=, L=, H=, d=, order=, qk="),
-        ("hmamba:N=four", "N=four is not int"), ("hmamba:N=4:N=8", "sets N twice"),
-        ("hmamba:N=0", "N=0 must be at least 1"), ("htransformer:H=0", "H=0 must be at least 1"),
-        ("mamba:mlp=-7", "mlp=-7 must be at least -1"), ("sam:width=0", "width=0 must be at least 1"),
-        ("hmamba:field=quaternion", "field=quaternion is unknown; known: complex, real"),
-        ("htransformer:score=real", "score=real is unknown; known: born, softmax"),
-        ("pam:order=random", "order=random is unknown; known: interleaved, sequential"),
-        ("hmamba:field=real:scan=clamped", "field=complex only"), ("mamba:D=33:head=born", "must be even"),
-        ("transformer:head=48", "head=48 must be even and divide D=128"), ("sam:d=5", "d=5 must be even"),
-    ):  # fmt: skip
-        with pytest.raises(data.InputError, match=re.escape(message)):
-            sample.parse_spec(spec, "tiny", 256)
-
-
 # ---- each model again, as its paper writes it, in complex128 ----
-
-
-def as_complex(pairs):
-    return torch.view_as_complex(pairs.contiguous())
 
 
 def as_numbers(z):
@@ -1325,7 +1303,7 @@ def as_numbers(z):
 
 def paired(x):
     """Numbers (re, im, re, im, ...) on the last axis as complex ones."""
-    return as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
 
 
 def normed(z, weight, eps=1e-5):
@@ -1390,7 +1368,7 @@ def h_transformer(layer, p, c):
         # The denominator is raised by a millionth of the summed |k_j|^2, for a query of unit norm (born_attention).
         floor = 1e-6 * (k.abs().square().sum(-1).cumsum(-1) * q.abs().square().sum(-1)).unsqueeze(-1)
         o = (w / (w.sum(-1, keepdim=True) + floor)).to(v.dtype) @ v
-    e = (as_complex(layer.e) / layer.e.norm(dim=-1)).unsqueeze(1)  # (H, 1, N)
+    e = (torch.view_as_complex(layer.e) / layer.e.norm(dim=-1)).unsqueeze(1)  # (H, 1, N)
     e_real, q_real, o_real = (torch.view_as_real(y) for y in (e, q, o))
     y = torch.view_as_real((e * q).conj() * o) if c.field == "complex" else e_real * q_real * o_real
     return y.transpose(1, 2).flatten(2)
@@ -1581,7 +1559,7 @@ def test_relative_phase_is_transported_exactly():
     theta, log_decay = randn(1, 200, 2).requires_grad_(), -randn(1, 200, 2, seed=1).abs()
     psi0 = randn(1, 2, 2, seed=2)
     _, psi = kernels.complex_scan(log_decay, theta, torch.zeros(1, 200, 2, 2).double(), psi0)
-    rho, rho0 = (x[0] * x[1].conj() for x in (as_complex(psi)[0], as_complex(psi0)[0]))
+    rho, rho0 = (x[0] * x[1].conj() for x in (torch.view_as_complex(psi)[0], torch.view_as_complex(psi0)[0]))
     advance = (theta[0, :, 0] - theta[0, :, 1]).sum()
     torch.testing.assert_close(rho / rho.abs(), rho0 / rho0.abs() * torch.exp(1j * advance))
     torch.testing.assert_close(rho.abs().log(), rho0.abs().log() + log_decay.sum())
@@ -3209,6 +3187,17 @@ def test_train_faults(program, begun):
     for message, first, flags, *prepare in [  # what is said; arguments; more of them; what to do first
         ("unknown model 'gru'; known: hmamba, mamba", NEW, "--model hmamba,gru"),
         ("has no size 'tinny'; known: tiny, small, 253m; did you mean tiny?", NEW, "--size tinny"),
+        *[(message, NEW, f"--model {spec}") for spec, message in (
+            ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="), ("hmamba:N", "no setting 'N'"),
+            ("pam:heads=4", "no setting 'heads=4'; known: D=, L=, H=, d=, order=, qk="),
+            ("hmamba:N=four", "N=four is not int"), ("hmamba:N=4:N=8", "sets N twice"),
+            ("hmamba:N=0", "N=0 must be at least 1"), ("htransformer:H=0", "H=0 must be at least 1"),
+            ("mamba:mlp=-7", "mlp=-7 must be at least -1"), ("sam:width=0", "width=0 must be at least 1"),
+            ("hmamba:field=quaternion", "field=quaternion is unknown; known: complex, real"),
+            ("htransformer:score=real", "score=real is unknown; known: born, softmax"),
+            ("pam:order=random", "order=random is unknown; known: interleaved, sequential"),
+            ("hmamba:field=real:scan=clamped", "field=complex only"), ("mamba:D=33:head=born", "must be even"),
+            ("transformer:head=48", "head=48 must be even and divide D=128"), ("sam:d=5", "d=5 must be even"))],
         *[(f"--data {name!r} is no name", NEW, f"--data={name}") for name in ("", "-x", "./-x")],
         ("too short for --seq 100000", NEW, "--seq 32,100000 --seeds 1,2"),
         ("--steps 1000000000000 must be at least 1, at most 10^9", NEW, "--steps 1000000000000"),
@@ -4388,11 +4377,6 @@ def test_gpt2_without_a_network(program, monkeypatch):
     assert_refused(program(data, "x.tokens", "--tokens", "gpt2"), "x.tokens is no file of GPT-2's tokens")
 
 
-LINES = ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。\n", "🙂 🙂🙂\n", "a\n" + " " * 3000,
-         '{"ключ": "слово"} ', "จะอยู่ หรือไม่อยู่", "होना या न होना", "أَكون، ", "слово🙂\t", '{"a":1,"b":"x"},',
-         "слово\u00a0", "生存还是毁灭，"]  # fmt: skip
-
-
 @pytest.mark.parametrize("block", [1, 7, 64, 2000])
 def test_tokens_do_not_depend_on_where_text_is_cut(block, merges, monkeypatch):
     """Whatever the text: those of all in one piece; and no more than a few blocks are encoded at once."""
@@ -4401,7 +4385,10 @@ def test_tokens_do_not_depend_on_where_text_is_cut(block, merges, monkeypatch):
     monkeypatch.setattr(data, "gpt2_encoding", lambda: spy)
     monkeypatch.setattr(data, "BLOCK", block)
     monkeypatch.setattr(data, "LONGEST_PIECE", max(2 * block, 4000))
-    texts = [line * (1 + 15_000 // len(line.encode())) for line in LINES] if block == 2000 else []
+    lines = ["To be, or not\r\n", "быть иль не быть\r\n", "生存还是毁灭，这是一个值得考虑的问题。\n", "🙂 🙂🙂\n", "a\n" + " " * 3000,
+             '{"ключ": "слово"} ', "จะอยู่ หรือไม่อยู่", "होना या न होना", "أَكون، ", "слово🙂\t", '{"a":1,"b":"x"},',
+             "слово\u00a0", "生存还是毁灭，"]  # fmt: skip
+    texts = [line * (1 + 15_000 // len(line.encode())) for line in lines] if block == 2000 else []
     pieces = [*" \n\r\t\x1c\u00a0\u3000'.,=-1éя中。🙂½٣\u0301", "\r\n", "  ", "'s", "'ll", "the", "ก็"]
     for trial in range(800 * (block < 2000)):
         others = [chr(c) for c in random.randint(0, 0x30000, 40) if not 0xD800 <= c < 0xE000]  # of any script
