@@ -3730,10 +3730,11 @@ def test_figures_of_any_runs(tmp_path, drawn):
     runs = {"a": ("hmamba", [2.1], {}), "b": ("mygru.py:MyGRU:D=64", [2.2], {"layers": ()}),
             "c": ("hmamba", [2.1, 2], {"total": 11}), "f": ("mamba", [2.2], {}),
             "g": ("mamba", [2.1], {"tokens": "gpt2"}), "h": ("hmamba:field=real", [2.1], {}),
-            "i": ("hmamba", [2.1], {"lr": 0.02}), "j": ("hmamba", [2.1], {"init_from": "/of/A tiny/best.pt"}),
-            "l": ("hmamba", [2.1], {"init_from": "/other/A tiny/best.pt"}),
-            "m": ("mamba", [2.1], {"init_from": "/of/A tiny/best.pt"}),
-            "n": ("mamba", [2.2], {"init_from": "/other/A tiny/best.pt"}),
+            **{name: (model, [end], {"init_from": f"/{folder}/A tiny/best.pt"}) for name, model, end, folder in (
+                ("j", "hmamba", 2.1, "of"), ("l", "hmamba", 2.1, "other"), ("m", "mamba", 2.1, "of"),
+                ("n", "mamba", 2.2, "other"))}, "i": ("hmamba", [2.1], {"lr": 0.02}),
+            **{name: ("hmamba", [end], {"lr": lr, "seeds": seed}) for name, end, lr, seed in (
+                ("q", 2.7, 0.02, "2"), ("r", 2.2, 0.03, "3"), ("s", 2.2, 0.03, "2"))},
             "o": ("hmamba", [2.1], {"warmup": 45}), "p": ("mamba", [2.2], {"warmup": 45}),
             "k": ("hmamba", [2.0], {"min_lr": 0.0}), "d": ("htransformer", [2], {}),
             "e": ("transformer", [2], {})}  # fmt: skip
@@ -3764,18 +3765,13 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert ax.get_xlabel() == "optimization step" and ax.lines[1].get_color() == report.COLOURS["hmamba"]
     _, _, (curves,) = draw("cg", "curves")
     assert [ax.get_title() for ax in curves] == ["loss, bpc", "loss, bits a token"]
-    _, _, (rates, curves) = draw("ai", "rates", "curves")
-    assert [*rates[0].lines[0].get_xdata()] == [0.01, 0.02] and len(curves[0].lines) == 2
-    _, _, (rates,) = draw("aik", "rates")
-    assert [[*line.get_xdata()] for line in rates[0].lines] == [[0.01, 0.02], [0.01]]
-    logs["seed 2"] = write_log(tmp_path / "seed 2", "hmamba", [8, 3, 2.5, 2.7], lr=0.02, seeds="2")
-    logs["seed 3"] = write_log(tmp_path / "seed 3", "hmamba", [8, 3, 2.5, 2.2], lr=0.03, seeds="3")
-    lines = draw(["a", "i", "seed 2", "seed 3"], "rates")[2][0][0].lines  # a seed with fewer rates is left out
-    assert [[*line.get_xdata()] for line in lines] == [[0.01, 0.02]]
-    logs["seed 2 too"] = write_log(tmp_path / "seed 2 too", "hmamba", [8, 3, 2.5, 2.2], lr=0.03, seeds="2")
-    *seeds, mean = draw(["a", "i", "seed 2", "seed 2 too"], "rates")[2][0][0].lines
-    assert [[*line.get_xdata()] for line in seeds] == [[0.01, 0.02], [0.02, 0.03]]
-    assert mean.get_xydata().tolist() == [[0.02, pytest.approx(2.4)]]
+    assert len(draw("ai", "curves")[2][0][0].lines) == 2
+    two = [0.01, 0.02]
+    for names, expected in {"ai": [two], "aik": [two, [0.01]], "aiqr": [two],  # a seed with fewer rates is left out
+                            "aiqs": [two, [0.02, 0.03], [0.02]]}.items():  # fmt: skip
+        lines = draw(names, "rates")[2][0][0].lines
+        assert [[*line.get_xdata()] for line in lines] == expected
+    assert lines[2].get_ydata() == pytest.approx([2.4])  # the mean
     cut = [write_log(tmp_path / f"cut {lr}", "hmamba", [8, 3], steps=60, lr=lr) for lr in (0.01, 0.02)]
     assert "rates.png" not in report.training_report(cut)[1]  # none is at its budget
     _, found, (curves,) = draw("aj", "curves")
