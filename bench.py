@@ -16,7 +16,7 @@ times      Candidates take turns in one process, in a new random order each roun
            own events, its caches flushed before each repetition. A row that fails says why in a line.
 work       Scans: bytes that have to move. Others: floating-point operations, recomputation not counted.
 allocator  By default glibc returns large tensors to the system after every use, and page faults can take half of a
-           step, most of it in the peers. So each section runs in a process that keeps freed memory.
+           step, most of it in the peers. So each section runs in a process that keeps freed memory, as train.py does.
 peers      mambapy, transformers, accelerated-scan and flash-linear-attention (fla) by pip; on PYTHONPATH the folder of
            nanoGPT (model), and fla/ops/simple_gla of flash-linear-attention (naive).
 """
@@ -49,7 +49,6 @@ from data import InputError, Parser, command_line, explain
 from report import markdown, provenance
 from sample import MODELS, PAM_SIZES, parse_spec, pick_device, unknown
 
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}  # glibc reads them at start
 V, D, L, N = 256, 128, 2, 16  # of the training step on a CPU; N also of the operations
 CONTEXTS = (128, 4096)  # tokens before the generated one
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
@@ -387,10 +386,14 @@ def measure(section, device, repeats):
     return [(title, unit, take_turns(title, rows, device, repeats)) for title, unit, rows in tables]
 
 
+def set_up(threads):
+    torch.set_num_threads(threads)
+    data.keep_memory()  # as train.py does
+
+
 def in_child(threads, function, *args):
-    """function(*args) in a fresh process, whose allocator keeps freed memory."""
-    os.environ |= KEEP_MEMORY
-    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
+    """function(*args) in a fresh process."""
+    with ProcessPoolExecutor(1, get_context("spawn"), set_up, (threads,)) as pool:
         try:
             return pool.submit(function, *args).result()
         except BrokenProcessPool:
@@ -438,8 +441,7 @@ def machine(args):
     if args.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(args.device)
         return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}; {text}"
-    malloc = " ".join(f"{variable}={value}" for variable, value in KEEP_MEMORY.items())
-    return f"{text}, threads: {args.threads}, {malloc}"
+    return f"{text}, threads: {args.threads}, freed memory kept"
 
 
 def main():

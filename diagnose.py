@@ -44,7 +44,7 @@ RANK_WINDOWS = 8  # of validation text
 def effective_rank(S):
     """exp of the entropy of the normalised singular values of (..., n, n); 0 for a zero matrix."""
     s = torch.linalg.svdvals(S)
-    p = s / s.sum(-1, keepdim=True).clamp(min=1e-30)
+    p = s / s.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
     return torch.where(s.sum(-1) > 0, torch.exp(-torch.xlogy(p, p).sum(-1)), 0.0)
 
 
@@ -277,8 +277,9 @@ def diagnose(folders, wordnet=None):
         windows, _ = data.get_windows(val, s["seq"], data.eval_index(data.num_windows(val, s["seq"]), RANK_WINDOWS))
         positions = sorted({settled, s["seq"]} | {int(1.15**i) for i in range(int(math.log(s["seq"], 1.15)) + 1)})
         ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
-        heads = [r[positions.index(t)].mean(-1).flatten().tolist() for r in ranks for t in (settled, s["seq"])]
-        rank_rows.append([name, model.config.d, len(windows), s["seq"], *(range_text(x, 2) for x in heads)])
+        heads = [r[positions.index(t)].mean(-1).flatten().tolist() if t in positions else []
+                 for r in ranks for t in (PAPER_SETTLED, s["seq"])]  # fmt: skip
+        rank_rows.append([name, model.config.d, len(windows), s["seq"], *(range_text(x, 2) if x else "-" for x in heads)])
         by_head += [f"#### {name}", ranks_table(positions, *ranks, settled)]
         figures[f"ranks-{name}.png"] = partial(plot_ranks, positions, *ranks, model.config.d)
 

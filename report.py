@@ -355,6 +355,8 @@ def figure(path, title, panels, columns=1, height=2.4, xlabel="", ylabel="", sha
             legend = fig.legend(labelled.values(), labelled, loc="outside lower center", ncols=across)
             for text in legend.get_texts():
                 text.set_parse_math(False)
+        for text in fig.findobj(lambda artist: hasattr(artist, "set_text")):  # a folder's name may be no UTF-8
+            text.set_text(text.get_text().encode(errors="replace").decode())
         with explain(f"write {path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # such a character is a box
             path = Path(path)  # README's example gives a name

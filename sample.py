@@ -36,7 +36,7 @@ import hmamba
 import htransformer
 import pam
 from data import (InputError, Parser, codec, command_line, hash_file, is_out_of_memory, note, one_line,
-                  progress, replace_file)  # fmt: skip
+                  program, progress, replace_file)  # fmt: skip
 from report import markdown
 
 MODELS = hmamba.MODELS | htransformer.MODELS | pam.MODELS
@@ -506,7 +506,7 @@ def main():
             raise InputError(f"--{name} must lie between {least:g} and {most:g}")
     source = args.prompt if args.score is None else f"FILE:{args.score}"
     if source in ("-", "FILE:-"):
-        prompt = sys.stdin.buffer.read()
+        prompt = sys.stdin.buffer.read() if sys.stdin else b""  # it may be closed
     elif source.startswith("FILE:"):
         prompt = Path(os.path.expanduser(source.removeprefix("FILE:"))).read_bytes()
     else:
@@ -516,7 +516,7 @@ def main():
     import_class(args.model)
     run, checkpoints = args.run and os.path.expanduser(args.run), [p for p in Path("runs").rglob("*.pt") if p.exists()]
     if not (run or checkpoints):
-        raise InputError("no checkpoint in runs/ yet: train one with `python train.py`, or name a run folder")
+        raise InputError(f"no checkpoint in runs/ yet: train one with `{program('train.py')}`, or name a run folder")
     run = run or max(checkpoints, key=os.path.getmtime).parent
     model, meta = load(run, pick_device(args.device))
     note(f"{meta['path']}, step {meta['step']}: {meta['spec']} {meta['size']} trained on {meta['data']['name']}")

@@ -18,6 +18,7 @@ import json
 import math
 import operator
 import os
+import platform
 import re
 import resource
 import runpy
@@ -360,6 +361,24 @@ for function, longest, inputs in (
     assert scan < 8 * 24  # log_decay is 8; log2(T) copies of inputs and output would be 8 * 66
     assert selective < 48  # u is 4; a (B, T, E, N) tensor would be 64
     assert phase < 80  # an input is 2; the scores would be 512, a state a token 34
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_memory_is_kept():
+    """Tensors of 40 MB in turn, with what glibc does by itself and after data.keep_memory: pages are mapped once."""
+    code = """if True:
+        import resource, torch, data
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(5):
+                torch.ones(10**7)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        print(faults())
+        data.keep_memory()
+        print(faults(), faults())"""
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=ENV)
+    mapped, first, kept = map(int, out.split())
+    assert kept < first / 4 < mapped / 8
 
 
 @EACH
@@ -1709,6 +1728,7 @@ NO_COLUMN = b'{"id": 1}\n' * 900
         ("odd.tokens", TOKENS.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
         ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "numbers from 1 to 265"),
         ("bytes.tokens", b"\x02\x00\x09\x00" * 9000, "numbers from 2 to 9"),
+        ("numpy.tokens", b"\x93NUMPY\1\0" + TOKENS.tobytes(), "numbers from 0 to 22864"),
         ("wide.tokens", TOKENS.astype("<u4").tobytes(), "numbers from 0 to 264"),
         ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7"),
         ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
@@ -1802,7 +1822,7 @@ LINK.external_attr = 0o120777 << 16  # its Unix type: a symbolic link
     ("jsonl blank", b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900, joined([b"a"] + [b"b"] * 900), None),
     ("jsonl", "".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(),
      joined(DOCUMENTS), "a"),
-    ("zip", zipped({"b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "a/.DS_Store": b"no"}),
+    ("zip", zipped({"./b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "./a/.DS_Store": b"no", "./": b""}),
      text(4000, 1) + text(5000), None),
     ("zip with an update and a link",
      zipped({"a": text(4000), "b": text(900), zipfile.ZipInfo("a"): text(5000, 1), LINK: b"../../etc/passwd"}),
@@ -1904,15 +1924,20 @@ def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_on_the_folder_that_holds_its_runs(program, no_curves):
-    """--data . : the next run, and a resumed one, have the data of the first."""
+def test_training_on_the_folder_that_holds_its_runs(program, no_curves, monkeypatch):
+    """--data . : the next run, and a resumed one, have the data of the first, and none what a pipe wrote of its notes."""
     flags = [*SMALL, "--data", ".", "--eval_seqs", 2]
-    for argv in ([*flags, "--steps", 2, "--stop_at", 1, "--out", "runs/a"], [*flags, "--steps", 1, "--out", "runs/b"],
-                 ["--resume", "runs/a"]):  # fmt: skip
+    Path(".hidden").touch()
+    monkeypatch.setattr(data, "note_once", lambda line: Path("tee.txt").write_text(line))
+    printed(program(train, *flags, "--steps", 2, "--stop_at", 1, "--out", "runs/a"), err=None)
+    os.remove("tee.txt")
+    monkeypatch.setattr(data, "note_once", str)
+    for argv in ([*flags, "--steps", 1, "--out", "runs/b"], ["--resume", "runs/a"]):
         printed(program(train, *argv), err=None)
     first, second = (report.read_log(Path("runs") / name)[0]["data"] for name in "ab")
     assert first["sha256"] == second["sha256"] == sha(Path("text.txt").read_bytes())
-    assert first["left_out"] == "cache: cache" and second["left_out"] == "cache: cache; folder of a run: runs/a"
+    assert first["left_out"] == "hidden: .hidden"
+    assert second["left_out"] == "cache: cache; folder of a run: runs/a; hidden: .hidden"
 
 
 def test_data_changed_folder_is_prepared_again(cache):
@@ -2568,7 +2593,7 @@ def signals(program, monkeypatch, name, count, stands_at):
     code, out, _ = program(train, "--resume", "cut", "--stop_at", 8)
     signal.signal(signum, before)
     assert code == (0 if stands_at == 8 else 128 + signum)
-    told = "stopped after step 7; go on with: python train.py --resume cut --stop_at 8\n"
+    told = f"stopped after step 7; go on with: python {ROOT}/train.py --resume cut --stop_at 8\n"
     assert (told in out) == (stands_at == 7)
     assert sample.read_checkpoint("cut/last.pt")["step"] == stands_at
 
@@ -2594,7 +2619,7 @@ def a_kill_in_the_last_validation(program, monkeypatch):
             patch.setattr(train, "evaluate", lambda *args, kill=kill: real(*args) if args[5:] else kill())
             code, out, _ = program(train, "--resume", "cut")
         assert (code, sample.read_checkpoint("cut")["step"]) == (128 + signum, 8)
-        assert "repeat it with: python train.py --resume cut\n" in out
+        assert f"repeat it with: python {ROOT}/train.py --resume cut\n" in out
     assert program(train, "--resume", "cut")[0] == 0
     events = [e for e in report.read_log("cut") if e["event"] not in ("final", "sample")]
     Path("cut/log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -2871,7 +2896,7 @@ launch([*argv, "--out", "run1", "--lr", "1"], False)
     assert done.stdout.count("ended by SignalException") == 1
     assert done.stdout.count("parameters on cpu") == 5  # of run1: the first start, two restarts, and the second command
     assert "SIGHUP: stopping after this step" in done.stdout
-    assert "stopped after step 7; go on with: python train.py --resume run1" in done.stdout
+    assert f"stopped after step 7; go on with: python {ROOT}/train.py --resume run1" in done.stdout
     assert steps_of("run1", "resume") == [4, 4, 7]
     assert_same_run("run0", "run1")
     assert done.stderr.count("--lr 1.0 differs from this run's 0.002") == 1
@@ -2890,7 +2915,7 @@ def test_one_command_begins_goes_on_and_ends(program, begun):
     assert content("run") == before
     write_tree(Path("it's my run"), {".lock": b"", "last.pt.0.part": b""})  # killed in the moment of its beginning
     out = printed(program(train, *SMALL, "--out", "it's my run", "--steps", 1))
-    command = shlex.split(re.search(r"more: python sample.py (.*)\)\n", out)[1])
+    command = shlex.split(re.search(r"more: python \S+/sample.py (.*)\)\n", out)[1])
     assert program(sample, *command, "--length", 1)[0] == 0
 
 
@@ -2975,7 +3000,7 @@ def test_a_sweep_that_was_interrupted_goes_on(program, no_curves, monkeypatch):
         at_step(patch, 2, INTERRUPT)
         code, text, _ = program(train, *argv, "--device", "cpu")
     (new,) = Path("runs").glob("*-2")
-    told = f"go on with: python train.py --resume {new} --device cpu (what follows in the list has not begun)"
+    told = f"go on with: python {ROOT}/train.py --resume {new} --device cpu (what follows in the list has not begun)"
     assert code == 130 and told in text
     shutil.rmtree(new)
     before = content("runs")
@@ -3288,6 +3313,8 @@ def test_sample_streams_text_from_a_run(program, cut, monkeypatch):
     assert a.startswith(text) and a == b != c
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert sampled("--length", 40, "--prompt", "-", "--seed", 4) == c
+    monkeypatch.setattr(sys, "stdin", None)  # it was closed at the start
+    assert_refused(program(sample, "--prompt", "-"), "the text is empty")
     both = sampled("--length", 40, "--prompt", "FILE:x.txt", "--seed", 3, "--num_samples", 2)
     assert both == f"{a}---------------\n{c}---------------\n"
     greedy = sampled(run, "--length", 30, "--temperature", 0)
@@ -3430,7 +3457,7 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_curves)
     assert "has no phase" in program(diagnose, run, "--prompt", "x", "--model", spec)[1]
     assert "differs from" in program(train, "--resume", run, "--model", f"{spec}:D=4")[2]
     again = program(train, "--resume", run, "--model", f"../lib/{spec}")
-    printed(again, f"python sample.py {run} --model {Path(spec).resolve()})")
+    printed(again, f"python {ROOT}/sample.py {run} --model {Path(spec).resolve()})")
     gru()
     assert_refused(program(train, "--resume", run, "--model", spec), "mygru.py was changed since this run began")
     said = f"note: mygru.py was changed since the run of {run}/best.pt began\n"
@@ -3628,9 +3655,11 @@ def drawn(monkeypatch):
     return axes_of
 
 
-def test_a_legend_is_no_mathematics(tmp_path):
-    with report.figure(tmp_path / "a.png", "$^$", {"": {"p$^$": ({}, [{0: 1, 1: 2}])}}):
-        pass
+@pytest.mark.parametrize("name", ["$^$", "\udce9"])
+def test_figures_with_any_names(tmp_path, name):
+    """No mathematics; of folders, which need not be UTF-8."""
+    with report.figure(tmp_path / "a.png", name, {"": {f"p{name}": ({}, [{0: 1, 1: 2}])}}) as (ax,):
+        ax.text(0, 1, name, parse_math=False)
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
@@ -4129,7 +4158,8 @@ def test_rank_of_the_memory(name):
     """Known ranks; and read in parts, the memory is the one of as many tokens at once. A hybrid has one of two."""
     two, unequal = torch.diag(torch.tensor([1.0, 1.0, 0.0])) * 1j, torch.diag(torch.tensor([2.0, 1.0]))
     of_unequal = 3 / 4 ** (1 / 3)  # exp of the entropy of 2/3 and 1/3
-    for S, rank in ((torch.eye(8), 8), (two, 2), (unequal, of_unequal), (torch.ones(5, 5), 1), (torch.zeros(4, 4), 0)):
+    for S, rank in ((torch.eye(8), 8), (two, 2), (unequal, of_unequal), (torch.ones(5, 5), 1), (torch.zeros(4, 4), 0),
+                    (torch.eye(3) * 1e-34, 3)):  # fmt: skip
         assert diagnose.effective_rank(S).item() == pytest.approx(rank, abs=1e-4)
     model, idx = make(name, L=4, d=4, D=8), text_batch(3, 12)
     ranks = diagnose.state_ranks(model, idx, [1, 2, 5, 12])
@@ -4226,7 +4256,7 @@ def diagnosed(merges, program, monkeypatch):
     return [sample.read_checkpoint(f"pam-{tokens}")["meta"] for tokens in ("bytes", "gpt2")]
 
 
-def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet):
+def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet, monkeypatch):
     """From checkpoints: tables with the paper's numbers, figures; WordNet's words that are tokens of the text."""
     of_bytes, of_tokens = diagnosed
     save_untrained(Path("sam-gpt2/last.pt"), "sam:D=8:L=1:H=1:d=4", of_tokens, V=265)
@@ -4234,7 +4264,7 @@ def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet):
     save_untrained(Path("pam-bytes/best.pt"), "pam:D=8:L=1:H=1:d=4", of_bytes, seed=1)  # is its own control
 
     def ranks(run):
-        return re.search(rf"\n\| {run} \| 4 \| 8 \| 32 \| (\d\.\d\d.*) \|\n", out)[1].split(" | ")
+        return re.search(rf"\n\| {run} \| 4 \| 8 \| 32 \| (.*) \|\n", out)[1].split(" | ")
 
     drawn.clear()
     out = printed(program(diagnose, "pam-bytes", "--out", "figures"))
@@ -4246,6 +4276,10 @@ def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet):
     assert "Not measured: --wordnet FOLDER" in out
     tables = Path("figures/tables.md").read_text()
     assert tables.rstrip() in out and "### Effective rank by layer and head" in tables
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnose, "PAPER_SETTLED", 33)  # further than a window
+        out = printed(program(diagnose, "pam-bytes", "--out", "further"))
+    assert [x[:1] for x in ranks("pam-bytes")] == ["-", "2", "-", "2"]
 
     out = printed(program(diagnose, "pam-gpt2", "sam-gpt2/log.jsonl", "--out", "figures", "--wordnet", wordnet))
     assert all(x != y for x, y in zip(ranks("pam-gpt2")[:2], ranks("pam-gpt2")[2:]))

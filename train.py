@@ -521,7 +521,7 @@ class Run:
                     text = sample.text(self.model, 400, 0.8, 50, 1.0, 1.0)
                 (self.folder / "sample.txt").write_text(text, encoding="utf-8")
             self.write("sample", text=text)  # the last event of a run that is complete
-            more = f"python sample.py {shlex.quote(str(self.folder))}{sample.model_flag(s.model)}"
+            more = f"{data.program('sample.py')} {shlex.quote(str(self.folder))}{sample.model_flag(s.model)}"
             print_rank0(f"--- a sample, temperature 0.8 (more: {more})\n{text.strip()}\n---")
         if s.epochs:
             with extra("table"):
@@ -577,6 +577,7 @@ def take_steps(run):
 def train(s, corpus, device, folder, checkpoint, again):
     """One run. again: the command that goes on with it. Raises SystemExit if a signal asked any rank to end."""
     stop_signals.clear()
+    data.keep_memory()
     with signals_handled(note_signal, "SIGINT", "SIGTERM", "SIGHUP"):
         run = Run(s, corpus, device, folder, checkpoint)
         take_steps(run)
@@ -746,8 +747,9 @@ def run(given):
     jobs = broadcast_from_rank0(lambda: list_jobs(given, device))
     s, several = jobs[0].s, len(jobs) > 1
     load = partial(data.load, s.data, max(job.s.seq for job in jobs), tokens=s.tokens, column=s.column)
-    broadcast_from_rank0(lambda: data.codec(load().vocab_size) and None)  # rank 0 prepares the text, then all find it
-    corpus, tried = load(), set()
+    prepared, tried = [], set()  # rank 0 prepares the text, once: its notes may go to a file in the same folder
+    broadcast_from_rank0(lambda: prepared.append(load()) or data.codec(prepared[0].vocab_size) and None)
+    corpus = prepared[0] if prepared else load()
     jobs = broadcast_from_rank0(lambda: [judge(job, corpus, device, given, several, tried) for job in jobs])
     if len({job.folder for job in jobs}) < len(jobs):
         raise InputError("two of these runs have one folder, as their classes have one name: rename one")
@@ -765,7 +767,7 @@ def run(given):
             continue
         with contextlib.ExitStack() as held:
             folder = broadcast_from_rank0(partial(open_folder, job, "out" in given, held))
-            again = f"python train.py --resume {shlex.quote(str(folder))}{sample.model_flag(s.model)}"
+            again = f"{data.program('train.py')} --resume {shlex.quote(str(folder))}{sample.model_flag(s.model)}"
             again += "".join(f" --{key} {given[key]}" for key in ("device", "stop_at") if key in given)
             again += " (what follows in the list has not begun)" * (job is not jobs[-1])
             if all_go_on:
