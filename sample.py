@@ -64,7 +64,7 @@ def split_spec(spec):
 def model_flag(spec):
     """What a command that loads a run of this model needs besides the run."""
     file, _, name = split_spec(spec)[0].partition(":")
-    return f" --model {shlex.quote(f'{FILES[file][0]}:{name}')}" if file in FILES else ""
+    return f" --model {shlex.quote(f'{os.path.relpath(FILES[file][0])}:{name}')}" if file in FILES else ""
 
 
 def file_hashes(*names):

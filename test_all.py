@@ -1861,10 +1861,10 @@ def test_data_text_is_text_whatever_it_begins_with(cache):
 torch.save(torch.zeros(9), CHECKPOINT := io.BytesIO())
 BINARY = np.random.RandomState(0).bytes(9000)
 @pytest.mark.parametrize("content, kind", {  # what is no text, and what is said of it
-    b"\x1f\x8b\x08" + BINARY: "(gzip): gunzip x",
-    b"BZh91AY&SY" + BINARY: "(bzip2): bunzip2 x",
-    b"\xfd7zXZ\0" + BINARY: "(xz): unxz x",
-    b"\x28\xb5\x2f\xfd" + BINARY: "(Zstandard): unzstd x",
+    b"\x1f\x8b\x08" + BINARY: "(gzip): gunzip -c x > FILE",
+    b"BZh91AY&SY" + BINARY: "(bzip2): bunzip2 -c x > FILE",
+    b"\xfd7zXZ\0" + BINARY: "(xz): unxz -c x > FILE",
+    b"\x28\xb5\x2f\xfd" + BINARY: "(Zstandard): unzstd -c x > FILE",
     b"name".ljust(257, b"\0") + b"ustar" + text(9000): "(tar archive): tar -xf x",
     b"\x93NUMPY" + BINARY: "(numpy array): write GPT-2's tokens as little-endian uint16",
     ("中文汉字测试" * 3000).encode("utf-16"): "(UTF-16 text): iconv -f UTF-16 -t UTF-8 x",  # without a NUL
@@ -3457,7 +3457,7 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_curves)
     assert "has no phase" in program(diagnose, run, "--prompt", "x", "--model", spec)[1]
     assert "differs from" in program(train, "--resume", run, "--model", f"{spec}:D=4")[2]
     again = program(train, "--resume", run, "--model", f"../lib/{spec}")
-    printed(again, f"python {ROOT}/sample.py {run} --model {Path(spec).resolve()})")
+    printed(again, f"python {ROOT}/sample.py {run} --model {spec})")
     gru()
     assert_refused(program(train, "--resume", run, "--model", spec), "mygru.py was changed since this run began")
     said = f"note: mygru.py was changed since the run of {run}/best.pt began\n"
