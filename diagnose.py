@@ -262,7 +262,7 @@ def diagnose(folders, wordnet=None):
     repetition_table = [["the paper", "tokens", "its sample", 1, *PAPER_REPETITION.values()]]
     for folder in folders:
         name, events, (model, meta) = folder.name, read_log(folder), sample.load(folder)
-        s = events[0]["settings"]
+        s = sample.read_checkpoint(folder, ("last.pt", "prev.pt", "best.pt"))["meta"]["settings"]  # its data may move
         if not isinstance(model, pam.PAM):
             raise InputError(f"{folder} is no PAM or SAM, but {meta['spec']}: draw its state with --text or --prompt")
         if wordnet and s["tokens"] != "gpt2":

@@ -836,7 +836,10 @@ def write_csv(path, logs):
     evaluation = ("event", "split", "step", "epoch", "tokens", "time_s", "val_loss", "length", "acc")
     if path.endswith(".jsonl"):
         raise InputError(f"--csv {path} has a log's name: name the file to write")
-    with explain(f"write --csv {path}"), open(os.path.expanduser(path), "w", errors="surrogateescape") as f:
+    path = Path(os.path.expanduser(path))
+    with explain(f"write --csv {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with explain(f"write --csv {path}"), open(path, "w", errors="surrogateescape") as f:
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow(["run", "data", "parameters", *settings, *evaluation])
         for name, (header, *events) in logs.items():

@@ -370,15 +370,15 @@ def test_memory_is_kept():
         import resource, torch, data
         def faults():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            for _ in range(5):
+            for _ in range(10):
                 torch.ones(10**7)
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         print(faults())
         data.keep_memory()
-        print(faults(), faults())"""
-    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=ENV)
-    mapped, first, kept = map(int, out.split())
-    assert kept < first / 4 < mapped / 8
+        faults(), faults()  # where the heap cannot grow in one piece it takes a few turns
+        print(faults())"""
+    mapped, kept = map(int, subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, env=ENV).split())
+    assert kept < mapped / 10
 
 
 @EACH
@@ -1728,7 +1728,6 @@ NO_COLUMN = b'{"id": 1}\n' * 900
         ("odd.tokens", TOKENS.tobytes()[:-1], "little-endian uint16: it has 17,999 bytes"),
         ("big.tokens", b"\x01\x00" * 99 + b"\x09\x01", "numbers from 1 to 265"),
         ("bytes.tokens", b"\x02\x00\x09\x00" * 9000, "numbers from 2 to 9"),
-        ("numpy.tokens", b"\x93NUMPY\1\0" + TOKENS.tobytes(), "numbers from 0 to 22864"),
         ("wide.tokens", TOKENS.astype("<u4").tobytes(), "numbers from 0 to 264"),
         ("latin.txt", b"the caf\xe9 " * 1000, "latin.txt is not UTF-8 text: byte 7"),
         ("late.txt", b"the a\n" * 90_000 + b"\xe2\x98", "late.txt is not UTF-8 text: byte 540,000"),
@@ -1844,6 +1843,19 @@ def test_data_converted(row, cache):
         assert data.load(str(given), 64, column=column).path.stat().st_ino == corpus.path.stat().st_ino
         path.write_bytes(text(9000))
         assert data.load(given, 64, column=column).tokens.tobytes() == text(9000)
+
+
+def test_data_of_an_archive_is_told_as_of_a_folder(cache):
+    write_tree(Path(), {"x.zip": zipped({"./": b"", "./a": text(9000), "b/.git/c": b"", LINK: b"a"})})
+    assert data.load("x.zip", 16).left_out == "hidden: x.zip/b/.git/c; link: x.zip/link"
+
+
+def test_token_files_have_no_header(tmp_path):
+    TOKENS.tofile(tmp_path / "a.tokens")
+    data.check_tokens(tmp_path / "a.tokens")
+    np.save(tmp_path / "a.npy", TOKENS)
+    with pytest.raises(data.InputError, match="a.npy is no file of GPT-2's tokens"):
+        data.check_tokens(tmp_path / "a.npy")
 
 
 def test_data_text_is_text_whatever_it_begins_with(cache):
@@ -3211,6 +3223,7 @@ def test_train_faults(program, begun):
     start = content(".")
     for message, first, flags, *prepare in [  # what is said; arguments; more of them; what to do first
         ("unknown model 'gru'; known: hmamba, mamba", NEW, "--model hmamba,gru"),
+        ("--epochs has no effect beside --steps: give one", NEW, "--epochs 1,2"),
         ("has no size 'tinny'; known: tiny, small, 253m; did you mean tiny?", NEW, "--size tinny"),
         *[(message, NEW, f"--model {spec}") for spec, message in (
             ("hmamba:n=4", "no setting 'n=4'; known: D=, L=, H=, N="), ("hmamba:N", "no setting 'N'"),
@@ -3456,6 +3469,10 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_curves)
     assert "tokens/s" in program(sample, run, "--model", spec, "--length", 9)[2]
     assert "has no phase" in program(diagnose, run, "--prompt", "x", "--model", spec)[1]
     assert "differs from" in program(train, "--resume", run, "--model", f"{spec}:D=4")[2]
+    tuned = ["--init_from", run, "--data", "../text.txt", "--steps", 1, *SHORT[4:]]
+    for model, D in (spec, 8), (f"{spec}:D=8", 8):  # the class alone has the run's settings
+        printed(program(train, *tuned, "--model", model, "--out", f"../tuned {model}"), err=None)
+        assert sample.read_checkpoint(f"../tuned {model}")["meta"]["config"]["D"] == D
     again = program(train, "--resume", run, "--model", f"../lib/{spec}")
     printed(again, f"python {ROOT}/sample.py {run} --model {spec})")
     gru()
@@ -3831,13 +3848,13 @@ def test_report_writes_what_is_asked_for(program, monkeypatch):
     for name, model, losses, seed in (("a", "hmamba", [8, 3], "1"), ("b", "mamba", [8, 3.5], "1"),
                                       ("c", "hmamba", [8, 3], "2")):  # fmt: skip
         write_log(f"english/{name}", model, losses, final=3.1, seeds=seed)
-    done = program(report, "english", "--out", "my-own.pdf", "--csv", "losses.csv")
+    done = program(report, "english", "--out", "my-own.pdf", "--csv", "new/losses.csv")
     printed(done, "| mamba / hmamba |", "wrote my-own.pdf")
     assert Path("my-own.pdf").read_bytes().startswith(b"%PDF") and not Path("tables.md").exists()
     for name, what in (("gap", "above 0: the second leads"), ("mine", "the first fall is cut off")):
         assert program(report, "english", "--out", f"{name}.svg")[0] == 0
         assert (what in Path(f"{name}.svg").read_text()) == (name == "gap")  # two evaluations are all shown
-    rows = list(csv.DictReader(Path("losses.csv").open()))
+    rows = list(csv.DictReader(Path("new/losses.csv").open()))
     assert [(row["run"], row["model"], row["seed"] or row["seeds"], row["event"], row["step"]) for row in rows[:4]] == [
         ("english/a/log.jsonl", "hmamba", "1", event, step)
         for event, step in (("val", "0"), ("val", "20"), ("eval", "20"), ("final", "20"))]  # fmt: skip
@@ -4267,6 +4284,8 @@ def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet, monkeypatch):
         return re.search(rf"\n\| {run} \| 4 \| 8 \| 32 \| (.*) \|\n", out)[1].split(" | ")
 
     drawn.clear()
+    log = Path("pam-bytes/log.jsonl")  # of a run that went on with its data elsewhere
+    log.write_text(log.read_text().replace("text.txt", "gone.txt", 1))
     out = printed(program(diagnose, "pam-bytes", "--out", "figures"))
     assert drawn.keys() == {"repetition.png", "ranks-pam-bytes.png"}
     assert ranks("pam-bytes")[:2] == ranks("pam-bytes")[2:]

@@ -625,13 +625,19 @@ class Job:
     complete: bool = False
 
 
+def with_saved(given, saved, keys):
+    """The flags, and for `keys` a run's own settings beside. A file's class alone means the run's settings of it."""
+    if ".py:" in saved["model"] and given.get("model") == [sample.split_spec(saved["model"])[0]]:
+        given = {key: value for key, value in given.items() if key != "model"}
+    return {key: [saved[key]] if key in LISTS else saved[key] for key in keys} | given
+
+
 def list_jobs(given, device):
     """The runs that the flags ask for, one for each combination of the lists, with checked settings."""
     found = ()
     if "init_from" in given:
         origin = sample.read_checkpoint(given["init_from"])
-        saved = origin["meta"]["settings"]
-        given = {"model": [saved["model"]], "size": [saved["size"]], "tokens": saved["tokens"]} | given
+        given = with_saved(given, origin["meta"]["settings"], ("model", "size", "tokens"))
         given["init_from"] = os.path.abspath(origin["path"])
     if "resume" in given:
         if "out" in given or any(len(given.get(key, ())) > 1 for key in LISTS):
@@ -640,9 +646,9 @@ def list_jobs(given, device):
         saved = found[1]["meta"]["settings"] | {"stop_at": None}
         if unknown := saved.keys() - vars(Settings()).keys():
             raise InputError(f"{given['resume']} was written by another version of train.py: it has {unknown}")
-        if ".py:" in saved["model"] and given.get("model") == [sample.split_spec(saved["model"])[0]]:
-            del given["model"]  # names the class alone
-        given = {key: [value] if key in LISTS else value for key, value in saved.items()} | given
+        given = with_saved(given, saved, saved)
+    elif "steps" in given and len(given.get("epochs", ())) > 1:
+        raise InputError("--epochs has no effect beside --steps: give one of them")
     lists = {key: given[key] for key in LISTS if key in given}
     cells = itertools.product(*lists.values())
     return [Job(resolve(given | dict(zip(lists, values)), device), *found) for values in cells]
