@@ -106,7 +106,7 @@ note_once = lru_cache(note)
 
 
 def keep_memory():
-    """Lets glibc keep the memory of freed tensors. To map it anew takes a tenth of PAM's training step on a CPU."""
+    """Lets glibc keep the memory of freed tensors. To map it anew takes up to a tenth of PAM's training step on a CPU."""
     with suppress(AttributeError, TypeError):  # other systems have no mallopt
         allocator = ctypes.CDLL(None)
         allocator.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
