@@ -839,13 +839,13 @@ def write_csv(path, logs):
     path = Path(os.path.expanduser(path))
     with explain(f"write --csv {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with explain(f"write --csv {path}"), open(path, "w", errors="surrogateescape") as f:
-        writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(["run", "data", "parameters", *settings, *evaluation])
-        for name, (header, *events) in logs.items():
-            about = [header["params"]["total"], *map(header["settings"].get, settings)]
-            writer.writerows([name, (e.get("data") or header["data"])["name"], *about, *map(e.get, evaluation)]
-                             for e in events if e["event"] in ("val", "final", "eval"))  # fmt: skip
+        with open(path, "w", errors="surrogateescape") as f:
+            writer = csv.writer(f, lineterminator="\n")
+            writer.writerow(["run", "data", "parameters", *settings, *evaluation])
+            for name, (header, *events) in logs.items():
+                about = [header["params"]["total"], *map(header["settings"].get, settings)]
+                writer.writerows([name, (e.get("data") or header["data"])["name"], *about, *map(e.get, evaluation)]
+                                 for e in events if e["event"] in ("val", "final", "eval"))  # fmt: skip
 
 
 def plot_forest(folders, path):
