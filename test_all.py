@@ -5092,6 +5092,14 @@ def test_paper_tables_of_tasks():
         assert (" *1.000* |" in report.task_report(logs)[0]) == beside
 
 
+def test_mean_interval():
+    """Student's density between the bounds holds 0.95; scipy.stats.t.interval for five values: 0.3 +- 0.19632."""
+    assert report.mean_interval([0.1, 0.2, 0.3, 0.4, 0.5]) == pytest.approx((0.3, 0.19632), abs=1e-5)
+    for n, bound in enumerate(report.T95, 1):
+        x, scale = np.linspace(0, bound, 10001), math.gamma((n + 1) / 2) / math.gamma(n / 2) / math.sqrt(n * math.pi)
+        assert 2 * scale * np.trapezoid((1 + x**2 / n) ** (-(n + 1) / 2), x) == pytest.approx(0.95, abs=1e-6)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The benchmark
 
