@@ -11,9 +11,11 @@ the one loader, `load`.
 
 import codecs
 import difflib
+import hashlib
 import importlib.util
 import json
 import math
+import modulefinder
 import os
 import re
 import shlex
@@ -45,6 +47,7 @@ FORMAT = "nanohilbert-1"  # of checkpoints
 PARTS = {"meta": dict, "optimizer": dict, "best": dict, "step": int,
          "spec": str, "size": str, "config": dict, "data": dict, "settings": dict}  # of a checkpoint and its meta
 IMPORTED, FILES = {}, {}  # of files that the command line names: FILE.py:CLASS -> class, FILE.py -> (path, SHA-256)
+OURS = "bench csp data diagnose hmamba htransformer kernels pam report sample tasks train".split()  # git has these
 READ = {int: int, float: float, str: str, bool: lambda text: bool(["False", "True"].index(text))}  # a setting, by type
 PREFILL = 1024  # tokens of a text that are read in one pass
 
@@ -190,6 +193,15 @@ def import_class(text):
     import_models(text)
 
 
+def hash_imports(path):
+    """SHA-256 of a Python file, in hex; with those that it imports from its folder, but for ours, that of all."""
+    finder = modulefinder.ModuleFinder([str(path.parent)], excludes=OURS)
+    finder.run_script(str(path))
+    paths = sorted({Path(module.__file__) for module in finder.modules.values() if module.__file__} - {path})
+    hashes = [hash_file(x) for x in (path, *paths)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if paths else hashes[0]
+
+
 def import_name(typed):
     """FILE.py:NAME, as the command line gives it -> (that without a folder, what the file calls so)."""
     file, _, name = typed.rpartition(":")
@@ -201,7 +213,7 @@ def import_name(typed):
         FILES[path.name] = path, None
         try:
             found.loader.exec_module(sys.modules[str(path)])
-            FILES[path.name] = path, hash_file(path)
+            FILES[path.name] = path, hash_imports(path)
         except (Exception, SystemExit) as e:  # whatever a file does
             raise InputError(f"cannot import {file}: {reason(e)}") from None
     if FILES[path.name][0] != path:
@@ -373,7 +385,7 @@ def build(checkpoint, device="cpu"):
     model_class = find_class(meta["spec"])
     for file, now in file_hashes(meta["spec"]).items():
         if meta.get("files", {}).get(file, now) != now:
-            note(f"note: {file} was changed since the run of {checkpoint['path']} began")
+            note(f"note: {file} or what it imports changed since the run of {checkpoint['path']} began")
     try:
         model = model_class(model_class.Config(**meta["config"]))
         model.load_state_dict(checkpoint["model"])

@@ -1821,7 +1821,7 @@ LINK.external_attr = 0o120777 << 16  # its Unix type: a symbolic link
     ("jsonl blank", b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900, joined([b"a"] + [b"b"] * 900), None),
     ("jsonl", "".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(),
      joined(DOCUMENTS), "a"),
-    ("zip", zipped({"./b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "./a/.DS_Store": b"no", "./": b""}),
+    ("zip", zipped({"./b": text(5000), "../a/c": text(4000, 1), ".git/x": b"no", "./a/.DS_Store": b"no", "./": b""}),
      text(4000, 1) + text(5000), None),
     ("zip with an update and a link",
      zipped({"a": text(4000), "b": text(900), zipfile.ZipInfo("a"): text(5000, 1), LINK: b"../../etc/passwd"}),
@@ -3476,8 +3476,9 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_curves)
     again = program(train, "--resume", run, "--model", f"../lib/{spec}")
     printed(again, f"python {ROOT}/sample.py {run} --model {spec})")
     gru()
-    assert_refused(program(train, "--resume", run, "--model", spec), "mygru.py was changed since this run began")
-    said = f"note: mygru.py was changed since the run of {run}/best.pt began\n"
+    changed = "mygru.py or what it imports changed since"
+    assert_refused(program(train, "--resume", run, "--model", spec), changed)
+    said = f"note: {changed} the run of {run}/best.pt began\n"
     printed(program(train, "--resume", run, "--model", spec, "--eval_only"), err=said)
     gru(put("called", "1 / (idx.shape[1] < 9)"))  # a longest text, as of learned positions
     told = "mygru.py:MyGRU:D=8 fails at a text of this length: ZeroDivisionError: division by zero (mygru.py, line "
@@ -3488,6 +3489,19 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_curves)
     gru()
     assert "| MyGRU D=8 |" in report.training_report([report.read_log(run)])[0]
     assert program(tasks, *QUICK, "--model", f"{spec}:L=1")[0] == 0 and Path("here/MyGRU_L_1-mod3-s42").exists()
+
+
+def test_what_a_file_of_a_model_imports_is_part_of_it(program, gru, no_curves):
+    write_tree(Path("lib"), {"part/__init__.py": b"", "part/inner.py": b"a = 1"})
+    gru(begin="import hmamba\nfrom part.inner import a\n")
+    printed(program(train, "--model", "lib/mygru.py:MyGRU:D=8", *SHORT, "--stop_at", 2))
+    again = "--resume", "runs/MyGRU_D_8-text-tiny-s1", "--model", "lib/mygru.py:MyGRU", "--stop_at", 3
+    write_tree(Path("lib"), {"part/inner.py": b"a = 2"})
+    sample.FILES.clear()  # as another program
+    assert_refused(program(train, *again), "mygru.py or what it imports changed since this run began")
+    write_tree(Path("lib"), {"part/inner.py": b"a = 1", "part/other.py": b""})
+    sample.FILES.clear()
+    printed(program(train, *again))
 
 
 def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):

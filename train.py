@@ -690,7 +690,8 @@ def judge(job, corpus, device, given, several, tried):
         saved, end = was["meta"]["settings"], s.stop_at or s.steps
         for file, now in sample.file_hashes(s.model).items():
             if not s.eval_only and was["meta"].get("files", {}).get(file, now) != now:
-                raise InputError(f"{file} was changed since this run began ({job.folder}): put it back, or begin anew")
+                what = f"{file} or what it imports changed since this run began ({job.folder})"
+                raise InputError(f"{what}: put it back, or begin anew")
         same_data = corpus.sha256 == was["meta"]["data"]["sha256"] or (s.eval_only and "data" in given)
         if not same_data and s.tokens == saved["tokens"]:
             raise InputError(f"{corpus.path} is not the data of this run ({job.folder}): take out what is new")
