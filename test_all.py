@@ -65,7 +65,7 @@ import tasks
 import train
 
 ROOT = Path(__file__).parent
-warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # the mark `slow`, told here: over 3 s
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)  # the mark `slow`: over 1.2 s
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # nohup, or a shell's &, has had them ignored: a test of its own here
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_IGN:
         signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
@@ -363,6 +363,7 @@ for function, longest, inputs in (
     assert phase < 80  # an input is 2; the scores would be 512, a state a token 34
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
 def test_memory_is_kept():
     """Tensors of 40 MB in turn, with what glibc does by itself and after data.keep_memory: pages are mapped once."""
@@ -508,6 +509,7 @@ def test_born_attention_takes_the_faster_form_in_autocasts_dtype(monkeypatch):
         assert [x.dtype for x in args[:3]] == 3 * [expected]
 
 
+@pytest.mark.slow
 def test_device_check_prints_a_row_for_each_case_and_fails_where_one_is_off(monkeypatch, capsys):
     broken = partial(raise_error, RuntimeError("no compiler\nfound"))
     inputs = (torch.ones(3, dtype=torch.float64),)
@@ -1762,6 +1764,7 @@ def test_data_notes_and_bars_end_nothing(program, monkeypatch):
     assert "0/3" in shown.getvalue() and not shown.getvalue().rsplit("\r", 2)[1].strip()
 
 
+@pytest.mark.slow
 def test_data_is_read_in_pieces_of_bounded_size(tmp_path):
     """Long documents of a parquet file with small pages."""
     path = tmp_path / "books.parquet"
@@ -3785,6 +3788,7 @@ def test_tables(tmp_path, row):
         assert "| mamba | 2 | " in report.training_report([*logs[:2], logs[2][:1], logs[3]])[0]
 
 
+@pytest.mark.slow
 def test_figures_of_any_runs(tmp_path, drawn):
     """Kinds are laid over one another, with markers; pairs of a paper have panels of one scale, its gap as a band."""
     runs = {"a": ("hmamba", [2.1], {}), "b": ("mygru.py:MyGRU:D=64", [2.2], {"layers": ()}),
@@ -3857,6 +3861,7 @@ def test_figures_of_any_runs(tmp_path, drawn):
     assert not any("paper" in patch.get_label() for patch in gap[0].patches)
 
 
+@pytest.mark.slow
 def test_report_writes_what_is_asked_for(program, monkeypatch):
     """One figure in the format of its name; a table of all evaluations; a folder of logs is all of its logs."""
     for name, model, losses, seed in (("a", "hmamba", [8, 3], "1"), ("b", "mamba", [8, 3.5], "1"),
@@ -3934,6 +3939,7 @@ def test_report_refuses(program):
         report.group_tasks(of_tasks)
 
 
+@pytest.mark.slow
 def test_forest_shows_the_ratios_of_the_tables(tmp_path, drawn):
     """Each number is that of the folder's tables; a bound where a run ends first."""
     folders = {path: [report.read_log(log) for log in sorted((ROOT / "results" / path).glob("*.jsonl"))]
@@ -4030,6 +4036,7 @@ def test_panels_of_one_scale_show_the_points_of_all(drawn, tmp_path):
     assert len(drawn["seeds.png"][0].lines[1].get_ydata()) == 0  # the paper's are trained at 16
 
 
+@pytest.mark.slow
 def test_a_model_looks_the_same_in_every_figure():
     """By its name and options alone: no two models of a folder of results are alike, and real ones are dashed."""
     for folder in sorted({path.parent for path in ROOT.glob("results/*/*.jsonl")}):
@@ -4042,6 +4049,7 @@ def test_a_model_looks_the_same_in_every_figure():
     assert report.style("MyGRU D=64") != report.style("MyGRU") != report.style("MyLSTM")
 
 
+@pytest.mark.slow
 def test_report_in_a_hostile_environment(tmp_path):
     """Another backend and style, a rank, paths under ~, no PyTorch; a check that -O would take out is none."""
     write_log(tmp_path / "a", "hmamba", [8, 3, 2.5])
@@ -4287,6 +4295,7 @@ def diagnosed(merges, program, monkeypatch):
     return [sample.read_checkpoint(f"pam-{tokens}")["meta"] for tokens in ("bytes", "gpt2")]
 
 
+@pytest.mark.slow
 def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet, monkeypatch):
     """From checkpoints: tables with the paper's numbers, figures; WordNet's words that are tokens of the text."""
     of_bytes, of_tokens = diagnosed
@@ -4325,6 +4334,7 @@ def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet, monkeypatch):
     assert f"| sam-gpt2 | tokens | {diagnose.SAMPLING['sample']} | 1 |" in out
 
 
+@pytest.mark.slow
 def test_faults_of_diagnostics(diagnosed, program, wordnet):
     """Each is one line, before anything is measured."""
     save_untrained(Path("other.pt/last.pt"), "mamba:D=4:L=1", diagnosed[0])
@@ -4367,6 +4377,7 @@ def test_phases_are_those_of_the_state(spec):
         assert diagnose.complex_states(make(real, L=1), idx) is None
 
 
+@pytest.mark.slow
 def test_phases_over_a_text(program, drawn):
     """A picture a run, with the characters beside it; whitespace and no characters are shown."""
     for spec in ("hmamba:D=8:L=5:H=5:N=2", "mamba:D=8:L=1", "pam:L=1:D=8:H=1:d=4"):
