@@ -22,7 +22,6 @@ import codecs
 import ctypes
 import hashlib
 import io
-import itertools
 import json
 import mmap
 import os

@@ -43,7 +43,6 @@ backend=    None picks by the device of the inputs: "triton" on CUDA where Trito
 """
 
 import argparse
-import math
 import os
 import re
 from contextlib import nullcontext
@@ -1983,7 +1982,7 @@ _triton_born = _operator(
 def _born_in_triton(inputs, S, k, v, linear):
     """o and the state, for q, k and v as they came, and S, k and v as a state keeps them, the inputs at their end."""
     q, _, _ = inputs = _autocast(*inputs)
-    (B, H, T, N, _), before, packed = q.shape, k.shape[2] - q.shape[2], None
+    (B, H, _, N, _), before, packed = q.shape, k.shape[2] - q.shape[2], None
     if before:  # those tokens ask nothing
         inputs = F.pad(q, (0, 0, 0, 0, before, 0)), k.to(q.dtype), v.to(q.dtype)
     if S is not None:  # as the kernels keep it: all values, then the masses
