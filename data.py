@@ -521,11 +521,11 @@ def read_file(file, path, name, column, separator, left):
         try:
             with zipfile.ZipFile(file) as archive:
                 # An update is added under the same name. Nothing is unpacked under these names.
-                last = {posixpath.normpath(f"/{entry.filename}"): entry for entry in archive.infolist()}
+                last = {posixpath.normpath(entry.filename): entry for entry in archive.infolist()}
                 for inner, entry in sorted(last.items()):
                     is_link = entry.external_attr >> 28 == 0o12  # the type of a Unix file
-                    inner = inner.lstrip("/")
-                    if is_link or "/." in f"/{inner}":
+                    inner = re.sub(r"^(\.\./)+", "", inner)
+                    if is_link or "/." in f"/{inner}".removesuffix("/."):
                         left.setdefault("link" if is_link else "hidden", []).append(f"{name}/{inner}")
                     elif not entry.is_dir():
                         with archive.open(entry) as f:

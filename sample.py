@@ -26,6 +26,7 @@ import typing
 import zipfile
 from collections import Counter
 from collections.abc import Sized
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -196,10 +197,11 @@ def import_class(text):
 def hash_imports(path):
     """SHA-256 of a Python file, in hex; with those that it imports from its folder, but for ours, that of all."""
     finder = modulefinder.ModuleFinder([str(path.parent)], excludes=OURS)
-    finder.run_script(str(path))
-    paths = sorted({Path(module.__file__) for module in finder.modules.values() if module.__file__} - {path})
-    hashes = [hash_file(x) for x in (path, *paths)]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest() if paths else hashes[0]
+    with suppress(Exception):  # of packages without __init__.py, and of what is never imported: the rest counts
+        finder.run_script(str(path))
+    paths = {Path(module.__file__) for module in finder.modules.values() if module.__file__} - {path}
+    hashes = [hash_file(x) for x in (path, *sorted(filter(Path.is_file, paths)))]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes[1:] else hashes[0]
 
 
 def import_name(typed):

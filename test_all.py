@@ -1824,8 +1824,9 @@ LINK.external_attr = 0o120777 << 16  # its Unix type: a symbolic link
     ("jsonl blank", b'\n  {"text": "a"}\n\n' + b' {"text": "b"}\n' * 900, joined([b"a"] + [b"b"] * 900), None),
     ("jsonl", "".join(json.dumps({"a": t if t is None else t.decode()}) + "\n" for t in DOCUMENTS).encode(),
      joined(DOCUMENTS), "a"),
-    ("zip", zipped({"./b": text(5000), "../a/c": text(4000, 1), ".git/x": b"no", "./a/.DS_Store": b"no", "./": b""}),
-     text(4000, 1) + text(5000), None),
+    ("zip", zipped({"./b": text(5000), "a/c": text(4000, 1), ".git/x": b"no", "./a/.DS_Store": b"no", "./": b"",
+                    "../b": text(900)}),
+     text(900) + text(4000, 1) + text(5000), None),
     ("zip with an update and a link",
      zipped({"a": text(4000), "b": text(900), zipfile.ZipInfo("a"): text(5000, 1), LINK: b"../../etc/passwd"}),
      text(5000, 1) + text(900), None),
@@ -3495,8 +3496,8 @@ def test_a_model_of_a_file_is_as_any_other(program, gru, short_tasks, no_curves)
 
 
 def test_what_a_file_of_a_model_imports_is_part_of_it(program, gru, no_curves):
-    write_tree(Path("lib"), {"part/__init__.py": b"", "part/inner.py": b"a = 1"})
-    gru(begin="import hmamba\nfrom part.inner import a\n")
+    write_tree(Path("lib"), {"part/__init__.py": b"", "part/inner.py": b"a = 1", "other/b.py": b"print 1"})
+    gru(begin="import hmamba\nfrom part.inner import a\nimport other\n", end="\n\ndef later():\n    from other import b\n")
     printed(program(train, "--model", "lib/mygru.py:MyGRU:D=8", *SHORT, "--stop_at", 2))
     again = "--resume", "runs/MyGRU_D_8-text-tiny-s1", "--model", "lib/mygru.py:MyGRU", "--stop_at", 3
     write_tree(Path("lib"), {"part/inner.py": b"a = 2"})
