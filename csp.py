@@ -58,7 +58,7 @@ class Config:
             value, known = getattr(self, f.name), f.metadata.get("known")
             if known and value not in known:
                 raise ValueError(f"unknown {f.name} {value!r}; known: {', '.join(map(str, known))}")
-            if isinstance(value, int) and value < 1:
+            if type(value) is int and value < 1:
                 raise ValueError(f"{f.name} must be at least 1")
 
 

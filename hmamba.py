@@ -92,7 +92,7 @@ def _check(config, **choices):
     choices["head"] = ("softmax", "mos", "born")
     for key, value in vars(config).items():
         least = -1 if key == "mlp" else 1
-        if isinstance(value, int) and value < least:
+        if type(value) is int and value < least:
             raise ValueError(f"{key}={value} must be at least {least}")
         if key in choices and value not in choices[key]:
             raise ValueError(f"{key}={value} is unknown; known: {', '.join(choices[key])}")

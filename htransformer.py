@@ -86,7 +86,7 @@ class TransformerConfig:
 
 def _check(config, **choices):
     for key, value in vars(config).items():
-        if isinstance(value, int) and value < 1 and (key, value) != ("mlp", -1):
+        if type(value) is int and value < 1 and (key, value) != ("mlp", -1):
             raise ValueError(f"{key}={value} must be at least 1")
         if key in choices and value not in choices[key]:
             raise ValueError(f"{key}={value} is unknown; known: {', '.join(choices[key])}")

@@ -90,7 +90,7 @@ def _check(config, **choices):
         if getattr(config, key) not in known:
             raise ValueError(f"{key}={getattr(config, key)} is unknown; known: {', '.join(known)}")
     for key, value in vars(config).items():
-        if isinstance(value, int) and value < 1 and (key, value) not in (("width", -1), ("heads", -1), ("window", 0)):
+        if type(value) is int and value < 1 and (key, value) not in (("width", -1), ("heads", -1), ("window", 0)):
             raise ValueError(f"{key}={value} must be at least 1")
 
 

@@ -142,8 +142,8 @@ def complete(name, model_class):
     faults = []
     try:
         config = replace(model_class.Config(), V=256)
-    except Exception:  # whatever a file does
-        faults.append("no Config, a dataclass whose fields have defaults, one of them V")
+    except Exception as e:  # whatever a file does
+        faults.append(f"no Config, a dataclass whose fields have defaults, one of them V ({reason(e)})")
     if getattr(model_class, "forward", None) in (None, torch.nn.Module.forward):
         faults.append("no forward(idx, targets=None, state=None)")
     if not hasattr(model_class, "init_state"):
@@ -285,7 +285,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
                 part = "its checkpoint, once loaded: "
                 again = model_class(model_class.Config(**json.loads(saved)))
                 again.load_state_dict(model.state_dict())
-                again.to(device).eval()(x)
+                if not torch.allclose(again.to(device).eval()(x)[0], whole, rtol=0.01, atol=0.01):
+                    raise ValueError("other logits, as of a random tensor that it does not hold")
                 part = f"its length {longest}: "
                 model(x[:, :1].expand(2, longest))
         except Exception as e:  # whatever a model does

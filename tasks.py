@@ -273,6 +273,7 @@ def token_angles(model, task, seeds, device):
 def train(s, seeds, device):
     """Trains `seeds` of one model on one task. Returns the events of each seed's log."""
     model = build(s.model, s.task, seeds).to(device)
+    torch.manual_seed(seeds[0])  # of what a user's model draws
     S, start = len(seeds), time.monotonic()
     fused = device.type != "mps" and all(p.is_floating_point() for p in model.parameters())
     optimizer = torch.optim.Adam(model.parameters(), lr=s.lr, weight_decay=L2, fused=fused)

@@ -3515,7 +3515,7 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
         "beside": "from csp import CSPFast\nfrom htransformer import HTransformer\n",
         "mine": "from beside import *\nclass Mine(HTransformer):\n    pass\nclass Wide(CSPFast):\n    pass\n",
         "more": "from dataclasses import dataclass\nimport htransformer as h\n"
-                "@dataclass\nclass More(h.HTransformerConfig):\n    extra: float = 0.0\n    score: str = 'softmax'\n"
+                "@dataclass\nclass More(h.HTransformerConfig):\n    extra: float = 0.0\n    off: bool = False\n    score: str = 'softmax'\n"
                 "class Mine(h.HTransformer):\n    Config = More\n",
         "csps": "import torch\nfrom csp import CSPFast\n"
                 f"class Still(CSPFast):\n{begin}        self.embedding.requires_grad_(False)\n"
@@ -3566,7 +3566,7 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     ("D=x is not int", {}, "MyGRU:D=x"), ("did you mean MyGRU?", {}, "MyGru"),
     (r"no Config.*; no forward\(.*; no init_state\(", {}, "F"),
     ("flag=true is not True or False", put("field", "flag: bool = False"), "MyGRU:flag=true"),
-    ("no Config, a dataclass whose fields have defaults, one of them V", {"V: int = 256": "V: int"}),
+    ("no Config, a dataclass whose fields have defaults, one of them V .*required positional", {"V: int = 256": "V: int"}),
     ("one of them V", {"V: int": "W: int"}), ("no Config, a dataclass", {"@dataclass": ""}),
     (r"no forward\(.*; no init_state\(", {"def forward": "def call", "def init_state": "def begin"}),
     (r"logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)", {"return logits, loss": "return x, loss"}),
@@ -3596,6 +3596,8 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     ("its checkpoint, once loaded: KeyError: 128",
      put("field", "from dataclasses import field\nwidths: dict = field(default_factory=lambda: {128: 128})")
      | {"= nn.Linear(config.D": "= nn.Linear(config.widths[128]"}),
+    ("its checkpoint, once loaded: other logits",
+     put("made", "self.noise = nn.Linear(1, config.D).weight.detach()[:, 0]") | {"self.head(x)": "self.head(x + self.noise)"}),
     (r"its checkpoint, once loaded: RuntimeError: .*seen", put("called", "self.register_buffer('seen', idx)")),
     ("without a gradient: unused.weight, unused.bias", put("made", "self.unused = nn.Linear(2, 2)")),
     ("in pieces, with the state carried on, a text has other logits", {"states.append(h)": "states.append(h * 0)"}),
