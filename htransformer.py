@@ -324,7 +324,7 @@ class HTransformer(nn.Module):
         counts = Counter()
         for name, p in self.named_parameters():
             parts = (x for x in name.split(".") if not x.isdigit() and x not in ("layers", "weight", "bias"))
-            counts[".".join(parts)] += p.numel()
+            counts[".".join(parts)] += p.numel() * (1 + p.is_complex())
         return {**counts, "total": counts.total()}
 
     def mixing_flops(self, seq):

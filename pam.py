@@ -411,25 +411,28 @@ class PAM(nn.Module):
         """Parameters by component; "total" is their sum."""
         counts, unnamed = Counter(), ("layers", "weight", "weight_r", "weight_i", "bias")
         for name, p in self.named_parameters():
-            counts[".".join(x for x in name.split(".") if not x.isdigit() and x not in unnamed)] += p.numel()
+            parts = (x for x in name.split(".") if not x.isdigit() and x not in unnamed)
+            counts[".".join(parts)] += p.numel() * (1 + p.is_complex())
         return {**counts, "total": counts.total()}
 
-    def mixing_flops(self):
+    def mixing_flops(self, seq):
         """Forward flops of the recurrence per token: for an entry of S 18 if complex, 5 if real (eqs. 6-7); and of the
-        attention to windows, 4 for each of the 2d numbers of a key."""
+        attention to windows, 4 for each of the 2d numbers of the keys that a token sees on average."""
         c = self.config
         if self.real:
             return c.L * c.heads * c.d**2 * 5
-        return c.L * c.H * c.d**2 * 18 + -(-c.L // 4) * c.H * c.window * 4 * 2 * c.d
+        W = min(c.window, seq)
+        seen = W - W * (W - 1) / (2 * seq)  # the first ones have no whole window behind them
+        return c.L * c.H * c.d**2 * 18 + -(-c.L // 4) * c.H * seen * 4 * 2 * c.d
 
     def flops_per_token(self, seq):
-        """Forward and backward flops a token, the same at every sequence length `seq`: 6 per weight of a real map and
-        of the tied head, 12 per number of a complex map, which meets both parts of its input; and the recurrence.
-        Element-wise work and recomputation are not counted."""
+        """Forward and backward flops a token, without a window the same at every sequence length `seq`: 6 per weight of
+        a real map and of the tied head, 12 per number of a complex map, which meets both parts of its input; and the
+        recurrence. Element-wise work and recomputation are not counted."""
         weights = self.embedding.weight.numel()
         weights += sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         weights += sum(4 * m.weight_r.numel() for m in self.modules() if isinstance(m, ComplexLinear))
-        return 6 * weights + 3 * self.mixing_flops()
+        return 6 * weights + 3 * self.mixing_flops(seq)
 
 
 class SAM(PAM):

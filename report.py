@@ -638,7 +638,8 @@ def training_tables(shared, models):
         speed = statistics.median([e["tok_s"] for e in events if "tok_s" in e] or [math.nan])
         return tokens / 1e6, speed, tokens / speed / 60
 
-    headers = [events[0] for events in logs]
+    headers, sizes = [events[0] for events in logs], [e.get("n_tokens") for e in logs[0] if e["event"] == "val"]
+    windows = min([shared["eval_seqs"], *(n // shared["seq"] for n in sizes if n)])  # a short split has fewer
     d, o = headers[0]["data"], headers[0].get("optimizer")
     rate = "{settings[lr]:g}" + " to {settings[min_lr]:g}" * (not constant)
     schedule = "constant rate" if constant else f"{warm:.0f} steps of warmup, then cosine"
@@ -657,7 +658,7 @@ def training_tables(shared, models):
     return "\n\n".join(filter(None, [
         f"Data: {d['name']}, {d['size']:,} tokens, SHA-256 {d['sha256'][:12]}. {budget:,} steps of {shared['batch']} x "
         f"{shared['seq']} tokens, {schedule}{adamw}, {shared['dtype']}. Validation every {shared['eval_every']} steps "
-        f"on {shared['eval_seqs']} fixed windows, at the end on the whole split. {device}; threads: {threads}; PyTorch "
+        f"on {windows} fixed windows, at the end on the whole split. {device}; threads: {threads}; PyTorch "
         f"{torch}; code {git}. In brackets: lowest and highest seed; +- and square brackets: 95 % interval, paired "
         "by seed; *italics*: the paper's, 253M parameters, one seed on each of three corpora.",
         table("model", models,
@@ -1169,7 +1170,9 @@ def main():
     one_figure = target.suffix.lower() in FORMATS
     out = None if args.out is None else target.parent if one_figure else parse_out(args.out)
     found = {run: read_logs(find_logs(run)) for run in args.runs}
-    by_path = {path: events for logs in found.values() for path, events in logs.items()}
+    by_file = {Path(path, "log.jsonl" * path.is_dir()).resolve(): (path, events)
+               for logs in found.values() for path, events in logs.items()}  # fmt: skip
+    by_path = dict(by_file.values())  # each file once
     tasks, *both = {"task" in events[0]["settings"] for events in by_path.values()}
     if both or (tasks and args.forest):
         raise InputError("logs of tasks.py go neither into one report with those of train.py, nor into --forest")

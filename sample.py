@@ -130,7 +130,7 @@ class Defaults:
     def num_params(self):
         counts = Counter()
         for name, p in self.named_parameters():
-            counts[name.split(".")[0]] += p.numel()
+            counts[name.split(".")[0]] += p.numel() * (1 + p.is_complex())
         return {**counts, "total": counts.total()}
 
     def flops_per_token(self, seq):
@@ -269,6 +269,10 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
             if not isinstance(layers, Sized) or not {*map(id, layers)} <= {*map(id, model.modules())}:
                 raise ValueError("no list of the model's own modules")
             part = "its state: "
+            with torch.no_grad():
+                for p in model.parameters():
+                    if not (p.abs() > 0.01).any():
+                        p.fill_(0.1)  # behind a gate that begins at zero anything would pass
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 whole = model.eval()(x)[0]
                 first, _, state = model(x[:, :4], state=model.init_state(1))

@@ -1209,6 +1209,8 @@ def test_parameter_counts():
         logits, _, state = model(idx)
         assert logits.shape == model(idx, state=state)[0].shape == (2, 70, 256)
         assert ("omega" in counts) == (spec.startswith("htransformer") or spec[0] == "h" and "real" not in spec)
+        model.turn = torch.nn.Parameter(torch.ones(5, dtype=torch.cfloat))  # a fork's
+        assert model.num_params()["turn"] == 10
     # 6N+1 reals a head, and a bias; without a gate N fewer, without delta and dt N+1 fewer and a gate for each real
     for spec, reals in (("hmamba", 97), ("hmamba:gate=none", 81), ("hmamba:field=real", 96)):
         assert on_meta(spec).num_params()["param_proj"] == 4 * 4 * reals * 257
@@ -1258,8 +1260,10 @@ def test_flops():
     D, w = 384, twin.config.width
     maps, real_maps = 4 * 9 * D**2 + 4 * 4 * D * D + 3 * D * 6, 9 * w**2 + 4 * w * 12 * 64 + 2 * w * 12
     assert model.flops_per_token(512) == 6 * (16 * maps + 2 * D * 50257) + 3 * 16 * 6 * 64**2 * 18
-    hybrid = on_meta("pam:window=64", "100m", V=50257)  # four of its 16 blocks attend, with products of width 2d
-    assert hybrid.flops_per_token(512) == model.flops_per_token(512) + 4 * (6 * 16 * D**2 + 3 * 6 * 64 * 2 * 2 * 128)
+    for W, T in ((64, 512), (64, 64), (64, 5), (10**5, 512)):  # four of its 16 blocks attend, with products of width 2d
+        hybrid, keys = on_meta(f"pam:window={W}", "100m", V=50257), sum(min(t, W) for t in range(1, T + 1)) / T
+        windows = 4 * (6 * 16 * D**2 + 3 * 6 * keys * 2 * 2 * 128)
+        assert hybrid.flops_per_token(T) == pytest.approx(model.flops_per_token(T) + windows, rel=1e-9), (W, T)
     assert twin.flops_per_token(512) == 6 * (16 * real_maps + w * 50257) + 3 * 16 * 12 * 64**2 * 5
 
 
@@ -2901,7 +2905,25 @@ launch([*argv, "--out", "run0"], False)
 for fault in (True, False):
     launch([*argv, "--out", "run1", "--resume", "run1"], fault)
 launch([*argv, "--out", "run1", "--lr", "1"], False)
+launch([*argv, "--model", "ema.py:Ema:D=8:L=1:H=1:N=2", "--out", "run2"], False)
 """
+    ema = b"""
+import os, torch
+from hmamba import HMamba, HMambaBlock
+class EmaBlock(HMambaBlock):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mean", torch.zeros(config.D))
+    def forward(self, x, state):
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.5)
+            with open(f"drawn{os.environ.get('RANK')}", "a") as f:
+                print(torch.rand(()).item(), file=f)
+        return super().forward(x - self.mean, state)
+class Ema(HMamba):
+    Block = EmaBlock
+"""
+    write_tree(Path("."), {"ema.py": ema})
     env = ENV | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     argv = [sys.executable, "-c", ranks, *SMALL, "--micro", "2"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
@@ -2910,12 +2932,18 @@ launch([*argv, "--out", "run1", "--lr", "1"], False)
     assert "rank 1 writes" not in done.stderr
     assert "error on rank 1: out of memory: set --checkpointing, lower --micro (same result) or --seq\n" in done.stderr
     assert done.stdout.count("ended by SignalException") == 1
-    assert done.stdout.count("parameters on cpu") == 5  # of run1: the first start, two restarts, and the second command
+    assert done.stdout.count("parameters on cpu") == 6  # of run1: the first start, two restarts, the second command
     assert "SIGHUP: stopping after this step" in done.stdout
     assert f"stopped after step 7; go on with: python {ROOT}/train.py --resume run1" in done.stdout
     assert steps_of("run1", "resume") == [4, 4, 7]
     assert_same_run("run0", "run1")
     assert done.stderr.count("--lr 1.0 differs from this run's 0.002") == 1
+    # what a rank draws is its own; what training writes is evaluated as it is in the checkpoint
+    drawn = [Path(f"drawn{rank}").read_text().split()[-16:] for rank in (0, 1)]
+    assert len({*drawn[0], *drawn[1]}) == 32
+    assert program(train, "--resume", "run2/last.pt", "--model", "ema.py:Ema", "--eval_only")[0] == 0
+    *_, final, _, single = report.read_log("run2")
+    assert single["val_loss"] == pytest.approx(final["val_loss"], rel=1e-6), (final, single)
 
 
 def test_one_command_begins_goes_on_and_ends(program, begun):
@@ -3531,6 +3559,33 @@ class Noisy(CSPFast):
     assert [e.get("grad_max") for e in one] == [e.get("grad_max") for e in two]
 
 
+@pytest.mark.parametrize("made, called", {
+    "a norm for all": ("torch.nn.LayerNorm(32)", "self.more(x)"),
+    "one number for all": ("torch.nn.Parameter(torch.ones(1))", "self.more * x"),
+    "a random tensor": ("torch.randn(32, 32)", "x @ self.more"),
+    "an axis for seeds": ("torch.nn.Parameter(torch.ones(1, 1, 1, 32))", "self.more * x"),
+}.values(), ids=str)  # fmt: skip
+def test_seeds_at_once_are_as_alone(program, gru, short_tasks, no_curves, made, called):
+    """A CSP's tensor without an axis for the seeds is refused, with several seeds, before anything is trained."""
+    code = f"""import torch
+from csp import CSPFast
+class Mine(CSPFast):
+    def __init__(self, config):
+        super().__init__(config)
+        self.more = {made}
+    def states(self, x):
+        return super().states({called})
+"""
+    write_tree(Path("lib"), {"mine.py": code.encode()})
+    argv = *QUICK, "--model", "rnn,lib/mine.py:Mine", "--seeds"
+    if "1, 1, 1" not in made:
+        assert_refused(program(tasks, *argv, "1,2"), "mine.py:Mine on mod3: several seeds at once need a first axis")
+        assert not Path("here").exists()
+    else:
+        printed(program(tasks, *argv, "1,2"))
+    assert program(tasks, *argv, 1)[0] == 0
+
+
 def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     """Without `layers`, which the logs then lack; with one tensor under two names; a CSP is for tasks.py."""
     begin = "    def __init__(self, config):\n        super().__init__(config)\n"
@@ -3625,6 +3680,9 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     (r"its checkpoint, once loaded: RuntimeError: .*seen", put("called", "self.register_buffer('seen', idx)")),
     ("without a gradient: unused.weight, unused.bias", put("made", "self.unused = nn.Linear(2, 2)")),
     ("in pieces, with the state carried on, a text has other logits", {"states.append(h)": "states.append(h * 0)"}),
+    *(("in pieces, with the state carried on, a text has other logits",
+       put("made", f"import torch\nself.mix = nn.Parameter(torch.full((config.D,), {start}))")
+       | {"self.head(x)": "self.head(x + self.mix * x.roll(-1, 1))"}) for start in (0.0, 1e-5)),  # the next token
     (r"cannot import lib/mygru.py: ImportError: .*\(mygru.py, line 4\)", {"import nn": "import nm"}),
     ("cannot import lib/mygru.py: SyntaxError", {"def __init__(self": "def __init__(self,"}),
     ("cannot import lib/mygru.py: SystemExit", {"import nn": "import nn; raise SystemExit"}),
@@ -3661,6 +3719,9 @@ def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, no_curves, 
     assert program(sample, "run", *model, "--length", 1)[0] == 0
     if kind == "a complex parameter":
         assert program(tasks, *QUICK, *model)[0] == 0
+        assert report.read_log("run")[0]["params"]["turn"] == 16  # two numbers each
+        header = report.read_log(next(Path("here").glob("*/log.jsonl")))[0]
+        assert header["params"]["total"] == 3 * 8 + 3 * 432 + 16 + 3 * 9
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -3771,6 +3832,15 @@ def test_report_reads_logs(program, drawn, monkeypatch):
         assert row in out, row
     assert Path("figures/tables.md").read_text() in out
     assert re.findall("wrote figures/(.*)", out) == ["tables.md", "curves.png", "steps.png", "gap.png"]
+
+
+def test_tables_name_the_windows_that_there_are(program):
+    """A short split has fewer than --eval_seqs."""
+    for seqs, n_tokens in ((4, 20), (3, 15), (2, 10), (4, 1000)):
+        val = {"event": "val", "step": 20, "val_loss": 2, "n_tokens": n_tokens}
+        other = {"event": "eval", "split": "test", "step": 20, "val_loss": 2, "n_tokens": 5}
+        write_log("run", "hmamba", steps=20, events=[val | {"step": 0}, val, other])
+        assert f" on {seqs} fixed windows, at the end" in printed(program(report, "run"))
 
 
 UNFINISHED = "+0.950{0} *0.321 and 0.368* | +0.800{0} *0.315 to 0.396* | +0.800{0} | +1.267{0}".format(", 1 of 2 seeds")
@@ -3894,8 +3964,8 @@ def test_report_writes_what_is_asked_for(program, monkeypatch):
     for name, model, losses, seed in (("a", "hmamba", [8, 3], "1"), ("b", "mamba", [8, 3.5], "1"),
                                       ("c", "hmamba", [8, 3], "2")):  # fmt: skip
         write_log(f"english/{name}", model, losses, final=3.1, seeds=seed)
-    done = program(report, "english", "--out", "my-own.pdf", "--csv", "new/losses.csv")
-    printed(done, "| mamba / hmamba |", "wrote my-own.pdf")
+    done = program(report, "english", "english/b", "--out", "my-own.pdf", "--csv", "new/losses.csv")
+    printed(done, "| mamba / hmamba |", "wrote my-own.pdf")  # b is named twice, and counts once
     assert Path("my-own.pdf").read_bytes().startswith(b"%PDF") and not Path("tables.md").exists()
     for name, what in (("gap", "above 0: the second leads"), ("mine", "the first fall is cut off")):
         assert program(report, "english", "--out", f"{name}.svg")[0] == 0

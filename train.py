@@ -301,6 +301,9 @@ def evaluate(model, corpus, split, s, device, count=None):
     """(loss in nats per token, number of tokens) of `count` evenly spread windows of a split, or of all of them, with a
     progress bar. It is the same for any micro-batch and world size."""
     model.eval()
+    for buffer in model.buffers() if world > 1 else ():
+        if buffer.is_floating_point() and buffer.is_contiguous():
+            dist.broadcast(buffer, 0)  # such as running means: each rank's own, but rank 0's are in the checkpoint
     n = data.num_windows(corpus.split(split), s.seq)
     index, nats = data.eval_index(n, count or n), 0.0
     mine = index[rank::world]
@@ -468,6 +471,8 @@ class Run:
         order = data.train_index(windows, int(s.seeds), self.step, s.batch)
         index = order[rank * local : (rank + 1) * local]
         nats = 0.0
+        if world > 1:  # else what a model draws, as for dropout, would be the same on all ranks
+            torch.manual_seed((int(s.seeds) * 2**20 + self.step) * world + rank)
         for i in range(0, local, s.micro):
             x, y = read_windows(self.corpus, "train", s, index[i : i + s.micro], self.device)
             with self.network.no_sync() if world > 1 and i + s.micro < local else contextlib.nullcontext():
