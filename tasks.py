@@ -393,13 +393,14 @@ def run_group(group, out, device):
     text += f"; {skipped} steps skipped, as their gradients were not finite" if skipped else ""
     with suppress(OSError):  # other runs are to follow
         print(text, flush=True)
-    failed, spare = [], Path(tempfile.gettempdir(), f"nanohilbert-{os.getpid()}")
+    failed = []
     for path, events in zip([log_path(out, s) for s in group], trained):
         try:
             report.write_log(path, events)
         except InputError as e:  # such as a full disk: what was computed is not lost
             failed.append(str(e))
-            with suppress(InputError):
+            with suppress(InputError, OSError):  # there may be no such folder
+                spare = Path(tempfile.gettempdir(), f"nanohilbert-{os.getpid()}")
                 report.write_log(spare / path.parent.name / path.name, events)
                 failed[-1] += f": it is in {spare}"
     if failed:

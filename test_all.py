@@ -1945,7 +1945,7 @@ def test_data_folder_is_joined_in_order_of_path(cache, monkeypatch):
 
 @pytest.mark.slow
 def test_training_on_the_folder_that_holds_its_runs(program, no_curves, monkeypatch):
-    """--data . : the next run, and a resumed one, have the data of the first, and none what a pipe wrote of its notes."""
+    """--data . : the next run, and a resumed one, have the data of the first, and nothing that a pipe wrote."""
     flags = [*SMALL, "--data", ".", "--eval_seqs", 2]
     Path(".hidden").touch()
     monkeypatch.setattr(data, "note_once", lambda line: Path("tee.txt").write_text(line))
@@ -5093,12 +5093,14 @@ def test_extras_end_no_task(program, short_tasks, monkeypatch):
     def replace_file(path, write):
         return os.write(-1, b"") if full in str(path) else real(path, write)
 
-    for full, end in (("", "\n"), ("here/rnn-mod3-s7", spare)):  # every disk, or the one of this folder
+    for full, end in (("", "\n"), ("here", "\n"), ("here/rnn-mod3-s7", spare)):  # every disk, this one, or one folder
         with monkeypatch.context() as patch:
             patch.setattr(report, "replace_file", replace_file)
+            if full == "here":
+                patch.setattr(tempfile, "gettempdir", partial(raise_error, FileNotFoundError("no folder for them")))
             done = program(tasks, *QUICK, "--seeds", "7,8")
         assert_refused(done, "cannot write here/rnn-mod3-s7")
-        assert "rnn on mod3, seeds 7,8" in done[1] and done[2].endswith(end) and ("it is in" in done[2]) == bool(full)
+        assert "rnn on mod3, seeds 7,8" in done[1] and done[2].endswith(end) and ("it is in" in done[2]) == (end == spare)
     assert [path.parent.name for path in Path("elsewhere").rglob("log.jsonl")] == ["rnn-mod3-s7"]
     assert Path("here/rnn-mod3-s8/log.jsonl").exists()
     reader, writer = os.pipe()
