@@ -16,7 +16,7 @@ Glossary   S seeds   B batch   T time   d complex width   H heads   E d_inner   
     theta  (S, B, T, 1, 1)  rotation angle in radians, eq. 10, accumulated: Algorithm 1, line 6
     b      (S, B, T, 2d)    b_t, eq. 12                  gamma  (S, B, T, 1)   input gate, eq. 16
     alpha  (S, B, T, 1)     decay exp(-Delta), eq. 14    h      (S, B, T, 2d)  state before the non-linearity, eq. 17
-    g      ()               skip gate
+    g      (S, 1, 1, 1, 1)  skip gate
 
 Every tensor begins with an axis of seeds: `stack_seeds` trains several initialisations at once, each as if alone, but
 for rounding.

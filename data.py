@@ -9,7 +9,8 @@
 corpus    one flat file of tokens (bytes: 256 of them), memory-mapped. It is made whole or not at all, in a folder where
           meta.json records how far that came
 file      bytes, mapped where they lie; of a parquet or JSON lines file the column `text`, of a zip archive the files in
-          it. Its first 64 kB show which it is, not its name. What holds no text as it is (gzip, image, ...) is refused
+          it. Its first 64 kB show which it is, not its name, but for NAME.tokens. What holds no text (gzip, image, ...)
+          is refused
 folder    its files, sorted by path. Hidden names, caches, links, folders of runs and what holds no text are left out
 split     the first 90 % is train, the next 5 % val, the last 5 % test; wikitext103 has its own
 window    k covers tokens k*seq .. k*seq+seq, its targets lie one token on; a split holds n = (len-1) // seq windows
@@ -105,7 +106,7 @@ note_once = lru_cache(note)
 
 
 def keep_memory():
-    """Lets glibc keep the memory of freed tensors. To map it anew takes up to a tenth of PAM's training step on a CPU."""
+    """Lets glibc keep the memory of freed tensors: to map it anew takes up to a tenth of PAM's step on a CPU."""
     with suppress(AttributeError, TypeError):  # other systems have no mallopt
         allocator = ctypes.CDLL(None)
         allocator.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
@@ -226,8 +227,8 @@ class Corpus:
         return said | ({"left_out": self.left_out} if self.left_out else {})
 
     def check_unchanged(self):
-        """Raises InputError if the mapped file has changed: if its size is another, or its times and its hash are.
-        Takes a microsecond."""
+        """Raises InputError if the mapped file has changed: if its size is another, or its times are, and its hash is
+        another or was not known. Takes a microsecond while the times are the same."""
         if (now := stamp_of(self.file.fileno())) != self.stamp:
             known = self.record.get("sha256") or self.__dict__.get("sha256")
             if now[0] != self.stamp[0] or hash_file(self.path, self.file) != known:

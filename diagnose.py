@@ -7,8 +7,8 @@
 Papers: PAM, "Phase-Associative Memory", sections II and III; QS (arXiv 2608.14691), sections 5.1 and 5.5. Of runs of
 pam and sam: the effective rank of the memory beside the same model at its initialisation, the repetition of the texts
 in the log and, with --wordnet, the phase coherence of word pairs. With --text or --prompt instead a picture a run:
-hue is the phase, brightness the modulus, of psi_t (hmamba), of the diagonal of the memory S_t (pam) or of the turned
-keys (htransformer). Real models have no phase.
+hue is the phase, brightness grows with the modulus, of psi_t (hmamba), of the diagonal of the memory S_t (pam) or of
+the turned keys (htransformer). Real models have no phase.
 """
 
 import codecs
@@ -279,7 +279,8 @@ def diagnose(folders, wordnet=None):
         ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
         heads = [r[positions.index(t)].mean(-1).flatten().tolist() if t in positions else []
                  for r in ranks for t in (PAPER_SETTLED, s["seq"])]  # fmt: skip
-        rank_rows.append([name, model.config.d, len(windows), s["seq"], *(range_text(x, 2) if x else "-" for x in heads)])
+        ranges = (range_text(x, 2) if x else "-" for x in heads)
+        rank_rows.append([name, model.config.d, len(windows), s["seq"], *ranges])
         by_head += [f"#### {name}", ranks_table(positions, *ranks, settled)]
         figures[f"ranks-{name}.png"] = partial(plot_ranks, positions, *ranks, model.config.d)
 
@@ -347,7 +348,7 @@ def complex_states(model, idx):
 
 
 def plot_phases(z, labels, title, path):
-    """Hue: phase, brightness: modulus of z (layers, heads, numbers, T), beside the characters `labels` (T)."""
+    """Hue: phase, brightness: root of the modulus of z (layers, heads, numbers, T), over the characters `labels`."""
     layers = np.unique(np.linspace(0, len(z) - 1, min(len(z), MOST_LAYERS)).round().astype(int))
     with figure(path, title, [f"layer {layer}" for layer in layers], height=2, sharex=False) as axes:
         import matplotlib

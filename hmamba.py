@@ -11,9 +11,9 @@ Glossary   B batch   T time   D d_model   E d_inner = 2 D   H heads   N state wi
     delta    delta_t, QS 5.2                (B, T, H, N)     input-dependent frequency shift
     omega    omega, QS 5.2                  (H, N)           learned base frequencies
     dt       Delta t, QS 5.2                (B, T, H)        step size
-    phi      phi, QS eq. 3                  (B, T, H, N)     argument of the Cayley map
-    theta    arg lambda, QS eq. 3           (B, T, H, N)     phase of the transition, radians
-    alpha    alpha, QS eq. 2                (B, T, H, N)     modulus of the transition, exp(log_decay)
+    phi      phi, QS eq. 3                  (B, T, H, N)     argument of the Cayley map, in kernels.cayley_scan
+    theta    arg lambda, QS eq. 3           (B, T, H, N)     phase of the transition, radians, there
+    alpha    alpha, QS eq. 2                (B, T, H, N)     modulus of the transition, exp(log_decay), there
 Complex numbers are real pairs, last axis (re, im). Gates, angles, decays and sums are at least float32, whatever the
 dtype of the parameters; a float64 model is float64 throughout.
 

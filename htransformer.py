@@ -21,13 +21,13 @@ The factorial of QS 9.2, in one host block with equal parameters, so that the ho
     field=complex  score=softmax   Re <q|k> / sqrt(2N)      readout y = conj(e q) o
     field=real     score=softmax   Re <q|k> / sqrt(2N)      readout y = e q o
 The real readout starts at about half the size of the complex one: it sums one product a number, not two. Under bf16
-autocast softmax runs in bf16, Born attention in float32. With the rotation Re <q|k> is the rotary dot product of real
-vectors of width 2N: under softmax the field changes nothing but the readout.
+autocast softmax runs in bf16, Born attention in float32 (in Triton its products are of bf16). With the rotation
+Re <q|k> is the rotary dot product of real vectors of width 2N: under softmax the field changes nothing but the readout.
 
 Initialisation. From QS 5.6: Xavier for the input projections, a small std for param_proj, omega on a geometric grid
 with alternating sign, e. The numbers and the rows marked * are ours: the paper does not give them.
     embedding *                     normal, std 0.01, as in hmamba.py and for its reason; tied to the output head. Even
-                                    so an untrained 253m starts 1.4 nats above ln 256
+                                    so an untrained 253m starts 1 nat above ln 256 on English
     in_proj, back_proj *            Xavier uniform; bias 0
     out_proj *                      Xavier uniform / sqrt(L); bias 0
     param_proj                      normal, std 0.02; bias 0
@@ -127,7 +127,7 @@ def angles(position, T, omega):
         return t * omega
     # At t = 1e7 a float32 product t omega has no digits left for the angle. So t = 256 n + m, and the turn up to 256 n
     # is an integer in units of 2^-38 radians, modulo 2 pi. Lost are the rounding of 2 pi to that unit, once a turn, at
-    # most 2^-41 t |omega| radians, 1e-5 at t = 1e7, omega = 1; and digits of omega below the unit, if |omega| < 2^-14.
+    # most 2^-41 t |omega| radians, 5e-6 at t = 1e7, omega = 1; and digits of omega below the unit, if |omega| < 2^-14.
     n, m = t // 256, t % 256
     angle = m * omega
     if position + T > 256:

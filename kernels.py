@@ -66,7 +66,7 @@ except ImportError:  # as on macOS and Windows: the torch paths do the work
 # Part I: what each operation is
 #
 # Four times in the same order: the recurrence, and its adjoint, that is how the gradient of a loss L comes back from
-# the outputs to the inputs (for a complex z, dL/dz is dL/dRe z + i dL/dIm z); the reference, a loop that says the
+# the outputs to the inputs (for a complex z, dL/dz is dL/dRe z + i dL/dIm z); the reference, which says the
 # recurrence as it is written; the public function.
 
 # ---- complex_scan: h_t = a_t h_{t-1} + b_t with a_t = exp(log_decay_t + i theta_t)                     (QS eq. 2) ----
@@ -260,10 +260,11 @@ def born_attention(q, k, v, state=None, method="auto", backend=None):
         (o, state): o (B, H, T, N, 2) float32 (float64 if q is). It is eq. 5 with a denominator raised by 1e-6 of the
         summed |k_j|^2: 0, not 0/0, where a query is orthogonal to every key so far, or all are zero.
         The state after the last token. Where nothing needs a gradient it is folded, so that k and v hold fewer than 64
-        tokens however long the past. Else they hold all T tokens, and the next call folds them: a training step, which
-        drops the state, does not pay for it. It may share memory with k, v and the state before: change none of these
-        in place. The rounding of S grows with the past: from 65,536 tokens on it may
-        outweigh the sum for a query nearly orthogonal to many equal keys, and o is then not bounded by v.
+        tokens however long the past. Else they hold all T tokens, behind those that the state before had not folded,
+        and the next call folds them: a training step, which drops the state, does not pay for it. It may share memory
+        with k, v and the state before: change none of these in place. The rounding of S grows with the past: from
+        65,536 tokens on it may outweigh the sum for a query nearly orthogonal to many equal keys, and o is then not
+        bounded by v.
     Raises:
         ValueError: as complex_scan.
     """

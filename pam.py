@@ -8,8 +8,8 @@ Glossary   B batch   T time   D width   L layers   H heads (the paper's memory b
     z, x       z, x_t           (B, T, D, 2)      the complex residual stream, and what a layer sees: its norm
     q, k, v    Q, K, V, eq. 4   (B, H, T, d, 2)   queries (scaled by 1/sqrt d), keys and values
     dt         dt_t, eq. 5      (B, T, H)         decay rate before protection
-    p          p_t, eq. 5       (B, T, H)         protect gate: at 1 the state is frozen
-    log_gamma  log gamma_t      (B, H, T)         log of the decay of the state
+    p          p_t, eq. 5       (B, T, H)         protect gate: at 1 the state is frozen; here 1 - p
+    log_gamma  log gamma_t      (B, T, H)         log of the decay of the state
     S          S_t, eq. 6       (B, H, d, d, 2)   the memory, indexed [value, key]
     alpha      alpha, eqs. 2-3  scalar            learned scale of a residual branch, alpha_cgu and alpha_pam
 Complex numbers are real pairs, last axis (re, im). In memory all real parts of a vector come first, then all imaginary

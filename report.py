@@ -12,7 +12,8 @@
 A RUN is a run folder, a log, or a folder of these. What checkpoints can give is diagnose.py's.
 Papers: "Complex Phase-State Dynamics Reduce the Optimization Steps of Sequence Models" (QS, arXiv 2608.14691),
 section 8; PAM, section III; CSP, section 3. Losses in the logs are in nats per token; divided by ln 2 they are bpc,
-bits per character, if the tokens are bytes, and else bits a token. "+-" is half a 95 % confidence interval.
+bits per character, if the tokens are bytes, and else bits a token. "+-" is half a 95 % confidence interval, of slopes
+the standard error.
 """
 
 import colorsys
@@ -1066,10 +1067,10 @@ def task_tables(groups):
                  "numbers)."),
         table("task | model | seed", every_seed, at_length, "### Every seed"),
         markdown(["task", "model", "seed", "block", "at 0", "at 1", "difference"], angles,
-                 "### What CSP turns its state by, at each symbol",
+                 "### The angle that CSP computes at each symbol",
                  "Radians; in brackets how constant the angle is (1: always the same). The last column is the "
                  "difference in units of pi: parity asks for 1, mod-3 for 2/3."),
-        f"Steps skipped because a gradient was not finite: {sum(log[-1]['skipped'] for log in logs)} of all runs.",
+        f"Gradients that were not finite, and counted as zero: {sum(log[-1]['skipped'] for log in logs)} in all runs.",
     ]))  # fmt: skip
 
 

@@ -10,7 +10,7 @@ section 3 and appendix A. The target at t is a function of the symbols up to t; 
 parity       bits, fair and independent; their sum mod 2. mod3, mod5, ...: mod any other number from 2 to 99
 dyck1        brackets; 1 as long as the prefix can be completed, 0 from the first bracket too many. Half of the
              sequences are drawn among those that stay valid to the end, half freely: 65 % of the targets are 1 at
-             length 16, 58 % at 64. The paper says "balanced" and no more
+             length 16, 59 % at 64. The paper says "balanced" and no more
 dyck1-iid    all drawn freely: 29 % and 17 %
 s3           not in the paper: six symbols, the permutations of three things; their product so far. Its order matters
 yours        --task FILE.py:NAME, a `Task` of that file; a target NOT_SCORED takes no part
@@ -18,7 +18,7 @@ An epoch is 78 batches of 64 sequences, drawn anew. Accuracy is the mean over po
 apart; of length 16 more than 90 % of them have been in the training too, after 40 epochs.
 
 Models: csp-vanilla, csp-fast, rnn, complex-rnn, signed-mamba, decoder (csp.py), and the language models of this
-repository, at the paper's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). FILE.py:CLASS, a
+repository, at CSP's width of 32 and 3 layers unless the spec says otherwise (hmamba:D=64). FILE.py:CLASS, a
 class of yours, is of either kind. Settings as in train.py: csp-fast:scan=printed. Finished runs are kept: the same
 command goes on with the others, from their beginning. No two commands work in one folder.
 """
@@ -259,7 +259,7 @@ def update(model, optimizer, loss):
 
 @torch.no_grad()
 def token_angles(model, task, seeds, device):
-    """What each CSP block has learnt to turn its state by at each of two symbols: the circular mean over the positions
+    """The angle that each CSP block computes at each of two symbols: the circular mean over the positions
     of 256 sequences, in radians, and the length of the mean vector (1: always the same angle). Else {}."""
     has_angle = isinstance(model, csp.CSPVanilla) and model.config.theta in ("cumulative", "step")
     if not has_angle or TASKS[task].symbols != 2:
@@ -391,7 +391,7 @@ def run_group(group, out, device):
     skipped = sum(events[-1]["skipped"] for events in trained)
     text = f"{group[0].model} on {group[0].task}, seeds {','.join(map(str, seeds))}: {trained[0][-1]['time_s']:.0f} s, "
     text += f"accuracy {', '.join(f'{v:.3f} at {n}' for n, v in mean.items())}"
-    text += f"; {skipped} steps skipped, as their gradients were not finite" if skipped else ""
+    text += f"; {skipped} gradients were not finite, and counted as zero" if skipped else ""
     with suppress(OSError):  # other runs are to follow
         print(text, flush=True)
     failed = []

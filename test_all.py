@@ -4959,8 +4959,8 @@ def test_tasks_program(program, monkeypatch):
     assert (code, err, "\x1b" in out) == (0, "", False)
     assert "### mod3" in out and "| csp-vanilla | 4,812 | 2 |" in out and "L=4 | L=16" in out
     assert all(Path("here", name).stat().st_size > 1000 for name in ("lengths-mod3.png", "seeds.png", "dynamics.png"))
-    assert out.count("; 8 steps skipped, as their gradients were not finite\n") == 1
-    assert "not finite: 8 of all runs" in out
+    assert out.count("; 8 gradients were not finite, and counted as zero\n") == 1
+    assert "counted as zero: 8 in all runs" in out
     assert re.search(r"\| mod3 \| rnn \| 2 \| \d\.\d+ \| - \|", out)  # the paper's spread is that at length 64
     events = report.read_log("here/rnn-mod3-s2")
     assert [e["event"] for e in events] == ["header", "train", "train", "eval", "eval", "final"]
@@ -5093,7 +5093,7 @@ def test_extras_end_no_task(program, short_tasks, monkeypatch):
     def replace_file(path, write):
         return os.write(-1, b"") if full in str(path) else real(path, write)
 
-    for full, end in (("", "\n"), ("here", "\n"), ("here/rnn-mod3-s7", spare)):  # every disk, this one, or one folder
+    for full, end in (("", "\n"), ("here", "\n"), ("here/rnn-mod3-s7", spare)):  # every disk, this one, a folder
         with monkeypatch.context() as patch:
             patch.setattr(report, "replace_file", replace_file)
             if full == "here":

@@ -74,7 +74,7 @@ FIGURE_EVERY = 60  # seconds from one curve.png to the next
 LISTS = ("size", "steps", "epochs", "batch", "seq", "lr", "min_lr", "warmup", "seeds", "model")
 # What a resumed run may set anew: the rest would change its course.
 MAY_CHANGE = {"resume", "out", "data", "column", "stop_at", "micro", "device", "compile", "checkpointing", "log_every",
-              "ckpt_every", "eval_only", "split"}  # fmt: skip
+              "ckpt_every", "sample_every", "eval_only", "split"}  # fmt: skip
 
 
 def flag(default, text, **how):
@@ -83,7 +83,7 @@ def flag(default, text, **how):
 
 @dataclass
 class Settings:
-    """Every flag. None: taken from PROTOCOLS for the size."""
+    """Every flag. None: taken from PROTOCOLS for the size, or as its help says."""
 
     model: str = flag("hmamba", "model spec NAME[:key=value...] or FILE.py:CLASS[:key=value...]")
     data: str = flag("stdlib", "stdlib, enwik8, owt, fineweb, wikitext103 (see python data.py), a file or a folder")
@@ -299,7 +299,7 @@ def read_windows(corpus, split, s, index, device):
 @torch.no_grad()
 def evaluate(model, corpus, split, s, device, count=None):
     """(loss in nats per token, number of tokens) of `count` evenly spread windows of a split, or of all of them, with a
-    progress bar. It is the same for any micro-batch and world size."""
+    progress bar. But for rounding it is the same for any micro-batch and world size."""
     model.eval()
     for buffer in model.buffers() if world > 1 else ():
         if buffer.is_floating_point() and buffer.is_contiguous():

@@ -1,8 +1,8 @@
 """What CSP learns: are its angles multiples of 2 pi / m, and does their error tell where the answers go wrong?
 
-A block turns its state by an angle theta_k at each symbol k: n0 zeros and n1 ones by n0 theta_0 + n1 theta_1. It counts
-modulo m if both angles are near multiples k 2 pi / (m j), for a small whole number j, of which that sum tells n1 mod m.
-Their mean error e adds up, and after pi / (m j e) symbols, the onset, the phase is nearer to another answer.
+A block adds an angle theta_k at each symbol k: n0 zeros and n1 ones make n0 theta_0 + n1 theta_1. It counts modulo m if
+both angles are near multiples k 2 pi / (m j), for a small whole number j, of which that sum tells n1 mod m. Their mean
+error e adds up, and after pi / (m j e) symbols, the onset, the phase is nearer to another answer.
 
     PYTHONPATH=. python results/angles/angles.py results/angles/*.jsonl
 """
