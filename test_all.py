@@ -2588,6 +2588,7 @@ def test_extras(program, monkeypatch, tmp_path):
     assert Path("whole/curve.png").read_bytes().startswith(b"\x89PNG")
     assert bars.count((("whole val split",), None)) == 1 and bars.count((("whole val split",), True)) == 3
     assert steps_of("whole", "generated") == [2]
+    assert program(train, "--resume", "whole", "--sample_every", 1)[0] == 0  # it changes no course
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     for module, name in ((report, "plot_curves"), (sample, "text")):
