@@ -13,6 +13,7 @@ import codecs
 import difflib
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import modulefinder
@@ -272,7 +273,7 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
             with torch.no_grad():
                 for p in model.parameters():
                     if not (p.abs() > 0.01).any():
-                        p.fill_(0.1)  # behind a gate that begins at zero anything would pass
+                        p.copy_(0.1 * torch.randn(p.shape))  # behind a gate that begins at zero anything would pass
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 whole = model.eval()(x)[0]
                 first, _, state = model(x[:, :4], state=model.init_state(1))
@@ -288,7 +289,9 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
             with torch.no_grad():
                 part = "its checkpoint, once loaded: "
                 again = model_class(model_class.Config(**json.loads(saved)))
-                again.load_state_dict(model.state_dict())
+                torch.save(model.state_dict(), file := io.BytesIO())
+                file.seek(0)
+                again.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
                 if not torch.allclose(again.to(device).eval()(x)[0], whole, rtol=0.01, atol=0.01):
                     raise ValueError("other logits, as of a random tensor that it does not hold")
                 part = f"its length {longest}: "

@@ -3678,12 +3678,19 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     ("its checkpoint, once loaded: other logits",
      put("made", "self.noise = nn.Linear(1, config.D).weight.detach()[:, 0]")
      | {"self.head(x)": "self.head(x + self.noise)"}),
+    ("its checkpoint, once loaded: UnpicklingError",
+     put("method", "def get_extra_state(self):\n    import numpy\n    return numpy.float64(1)\n"
+                   "def set_extra_state(self, x):\n    pass\n")),
     (r"its checkpoint, once loaded: RuntimeError: .*seen", put("called", "self.register_buffer('seen', idx)")),
     ("without a gradient: unused.weight, unused.bias", put("made", "self.unused = nn.Linear(2, 2)")),
     ("in pieces, with the state carried on, a text has other logits", {"states.append(h)": "states.append(h * 0)"}),
     *(("in pieces, with the state carried on, a text has other logits",
        put("made", f"import torch\nself.mix = nn.Parameter(torch.full((config.D,), {start}))")
        | {"self.head(x)": "self.head(x + self.mix * x.roll(-1, 1))"}) for start in (0.0, 1e-5)),  # the next token
+    ("in pieces, with the state carried on, a text has other logits",
+     put("made", "self.more = nn.Sequential(nn.LayerNorm(config.D), nn.Linear(config.D, config.D))\n"
+                 "nn.init.zeros_(self.more[1].weight)")
+     | {"self.head(x)": "self.head(x + self.more(x.roll(-1, 1)))"}),
     (r"cannot import lib/mygru.py: ImportError: .*\(mygru.py, line 4\)", {"import nn": "import nm"}),
     ("cannot import lib/mygru.py: SyntaxError", {"def __init__(self": "def __init__(self,"}),
     ("cannot import lib/mygru.py: SystemExit", {"import nn": "import nn; raise SystemExit"}),
