@@ -276,7 +276,10 @@ def diagnose(folders, wordnet=None):
         val, settled = corpus.split("val"), min(PAPER_SETTLED, s["seq"])
         windows, _ = data.get_windows(val, s["seq"], data.eval_index(data.num_windows(val, s["seq"]), RANK_WINDOWS))
         positions = sorted({settled, s["seq"]} | {int(1.15**i) for i in range(int(math.log(s["seq"], 1.15)) + 1)})
-        ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
+        try:
+            ranks = [state_ranks(m, windows, positions) for m in (model, fresh)]
+        except Exception as e:  # a user's model may have any state
+            raise InputError(f"{folder}: the memory of {meta['spec']} has no ranks ({sample.reason(e)})") from None
         heads = [r[positions.index(t)].mean(-1).flatten().tolist() if t in positions else []
                  for r in ranks for t in (PAPER_SETTLED, s["seq"])]  # fmt: skip
         ranges = (range_text(x, 2) if x else "-" for x in heads)
@@ -378,11 +381,15 @@ def phases(folders, text):
         name, (model, meta) = folder.name, sample.load(folder)
         encode, decode = data.codec(model.config.V)
         tokens = encode(text[: 64 * MOST_TOKENS])[:MOST_TOKENS]
-        z = complex_states(model, torch.tensor([tokens]))
+        what = next((what for model_class, what in DRAWN.items() if isinstance(model, model_class)), None)
+        z, why = None, ""
+        try:
+            z = complex_states(model, torch.tensor([tokens])) if what else None
+        except Exception as e:  # a user's model may have any state
+            why = f" ({sample.reason(e)})"
         if z is None:
-            lines.append(f"{name}: {meta['spec']} has no phase that can be drawn")
+            lines.append(f"{name}: {meta['spec']} has no phase that can be drawn{why}")
             continue
-        what = next(what for model_class, what in DRAWN.items() if isinstance(model, model_class))
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character stands at its last byte
         labels = [sample.printable(decoder.decode(decode(token))).translate(VISIBLE) for token in tokens]
         title = f"{name}: {what}, a row a complex number; hue: phase, brightness: root of the modulus"

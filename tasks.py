@@ -177,21 +177,27 @@ def build(spec, task, seeds):
 def check(spec, task, seeds, device, lengths):
     """Raises InputError if the model cannot be built, or not be run as the environment variables ask, or not with
     several seeds, or if the task draws other symbols and targets than it says, at one of these lengths."""
-    faults, longest, x = [], max(lengths), torch.zeros(2, 1, 2, dtype=torch.long, device=device)
+    faults, longest = [], max(lengths)
     try:
         model, symbols, classes = build(spec, task, [0]).to(device), TASKS[task].symbols, TASKS[task].classes
         if isinstance(model, LanguageModel):
             faults = sample.step_faults(type(model.model), model.model.config, device)
         if not faults:
-            model(x[:1]).sum().backward()
+            model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
             faults = sample.without_gradient(model)
             with torch.no_grad():
                 model(torch.zeros(1, 1, longest, dtype=torch.long, device=device))
         if not faults and len(seeds) > 1 and isinstance(model, csp.Model):
-            faults = ["several seeds at once need a first axis for them in each tensor (csp.py, Linear): give one seed"]
+            faults = ["several seeds at once score otherwise than each alone: each tensor needs a first axis for them "
+                      "(csp.py, Linear), and what is drawn a generator for each; or give one seed at a time"]  # fmt: skip
             with suppress(RuntimeError), torch.no_grad():
-                both, *alone = (build(spec, task, of).to(device).eval() for of in ([0, 1], [0], [1]))
-                scores = torch.cat([model(x[:1]) for model in alone])
+                both, *alone = (build(spec, task, of).to(device) for of in ([0, 1, 2], [0], [1], [2]))
+                for p, *parts in zip(*(model.parameters() for model in (both, *alone))):
+                    p.add_(0.1 * torch.randn(p.shape).to(p))  # as after some training
+                    for part, own in zip(parts, p.chunk(3)):
+                        part.copy_(own)
+                x = torch.arange(105, device=device).view(3, 5, 7) % symbols  # no two axes alike
+                scores = torch.cat([model(x[i : i + 1]) for i, model in enumerate(alone)])
                 faults = [] if torch.allclose(both(x), scores, rtol=0.01, atol=0.01) else faults
         known = {*range(symbols)}, {*range(classes), NOT_SCORED}
         for n in () if faults else lengths:

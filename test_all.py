@@ -2914,13 +2914,15 @@ from hmamba import HMamba, HMambaBlock
 class EmaBlock(HMambaBlock):
     def __init__(self, config):
         super().__init__(config)
-        self.register_buffer("mean", torch.zeros(config.D))
+        self.register_buffer("mean", torch.zeros(config.D, dtype=torch.cfloat))
+        self.register_buffer("steps", torch.tensor(0))
     def forward(self, x, state):
         if self.training:
-            self.mean.lerp_(x.detach().mean((0, 1)), 0.5)
+            self.mean.lerp_(x.detach().mean((0, 1)) + 0j, 0.5)
+            self.steps += 1 + int(os.environ.get('RANK', 0))
             with open(f"drawn{os.environ.get('RANK')}", "a") as f:
                 print(torch.rand(()).item(), file=f)
-        return super().forward(x - self.mean, state)
+        return super().forward(x - self.mean.real + 0.01 * self.steps, state)
 class Ema(HMamba):
     Block = EmaBlock
 """
@@ -3564,10 +3566,15 @@ class Noisy(CSPFast):
     "a norm for all": ("torch.nn.LayerNorm(32)", "self.more(x)"),
     "one number for all": ("torch.nn.Parameter(torch.ones(1))", "self.more * x"),
     "a random tensor": ("torch.randn(32, 32)", "x @ self.more"),
+    "it, behind a gate": ("torch.nn.Parameter(torch.zeros(1, 1, 1, 1))\n        self.drawn = torch.randn(1, 32, 32)",
+                          "x + self.more * (x @ self.drawn.unsqueeze(1))"),
+    "an axis too few": ("torch.nn.Parameter(torch.ones(1, 1))", "self.more * x"),
+    "means over the seeds": ("torch.nn.BatchNorm1d(32, affine=False)", "self.more(x.flatten(0, 2)).view_as(x)"),
+    "dropout for all": ("torch.nn.Dropout(0.3)", "self.more(x)"),
     "an axis for seeds": ("torch.nn.Parameter(torch.ones(1, 1, 1, 32))", "self.more * x"),
 }.values(), ids=str)  # fmt: skip
 def test_seeds_at_once_are_as_alone(program, gru, short_tasks, no_curves, made, called):
-    """A CSP's tensor without an axis for the seeds is refused, with several seeds, before anything is trained."""
+    """A CSP with less than an axis for the seeds in all is refused, with several seeds, before anything is trained."""
     code = f"""import torch
 from csp import CSPFast
 class Mine(CSPFast):
@@ -3579,8 +3586,8 @@ class Mine(CSPFast):
 """
     write_tree(Path("lib"), {"mine.py": code.encode()})
     argv = *QUICK, "--model", "rnn,lib/mine.py:Mine", "--seeds"
-    if "1, 1, 1" not in made:
-        assert_refused(program(tasks, *argv, "1,2"), "mine.py:Mine on mod3: several seeds at once need a first axis")
+    if "ones(1, 1, 1" not in made:
+        assert_refused(program(tasks, *argv, "1,2"), "mine.py:Mine on mod3: several seeds at once score otherwise than each")
         assert not Path("here").exists()
     else:
         printed(program(tasks, *argv, "1,2"))
@@ -4440,7 +4447,7 @@ def test_diagnostics_of_runs(diagnosed, program, drawn, wordnet, monkeypatch):
 
 
 @pytest.mark.slow
-def test_faults_of_diagnostics(diagnosed, program, wordnet):
+def test_faults_of_diagnostics(diagnosed, program, wordnet, monkeypatch):
     """Each is one line, before anything is measured."""
     save_untrained(Path("other.pt/last.pt"), "mamba:D=4:L=1", diagnosed[0])
     log = Path("pam-bytes/log.jsonl").read_bytes()
@@ -4460,6 +4467,8 @@ def test_faults_of_diagnostics(diagnosed, program, wordnet):
         if argv == ["pam-bytes"]:
             Path("text.txt").write_text(Path("text.txt").read_text()[1:])
         assert_refused(program(diagnose, *argv), message)
+    monkeypatch.setattr(diagnose, "memories", partial(raise_error, ValueError("three parts")))  # a fork's state
+    assert_refused(program(diagnose, "pam-gpt2"), "has no ranks (three parts)")
 
 
 @pytest.mark.parametrize("spec", ["hmamba", "pam", "pam:order=sequential", "htransformer", SOFTMAX[0]])
@@ -4483,7 +4492,7 @@ def test_phases_are_those_of_the_state(spec):
 
 
 @pytest.mark.slow
-def test_phases_over_a_text(program, drawn):
+def test_phases_over_a_text(program, drawn, monkeypatch):
     """A picture a run, with the characters beside it; whitespace and no characters are shown."""
     for spec in ("hmamba:D=8:L=5:H=5:N=2", "mamba:D=8:L=1", "pam:L=1:D=8:H=1:d=4"):
         save_untrained(Path(spec[:5], "best.pt"), spec, {"size": "tiny", "data": {}, "settings": {}})
@@ -4503,6 +4512,9 @@ def test_phases_over_a_text(program, drawn):
     assert turn % 1 == pytest.approx(0.5, abs=0.02)  # the hue begins at -pi
     program(diagnose, "hmamb", "--text", "text.txt", "--out", "figures")
     assert len(drawn["phases-hmamb.png"][0].get_xticklabels()) == 64
+    monkeypatch.setattr(diagnose, "memories", partial(raise_error, ValueError("three parts")))  # a fork's state
+    out = printed(program(diagnose, "pam:L", "hmamb", "--prompt", "a", "--out", "figures"))
+    assert "has no phase that can be drawn (three parts)\nhmamb, best.pt" in out
 
 
 # ---- GPT-2's tokens ----

@@ -302,8 +302,8 @@ def evaluate(model, corpus, split, s, device, count=None):
     progress bar. But for rounding it is the same for any micro-batch and world size."""
     model.eval()
     for buffer in model.buffers() if world > 1 else ():
-        if buffer.is_floating_point() and buffer.is_contiguous():
-            dist.broadcast(buffer, 0)  # such as running means: each rank's own, but rank 0's are in the checkpoint
+        if buffer.is_contiguous():  # such as running means: each rank's own, but rank 0's are in the checkpoint
+            dist.broadcast(buffer.flatten().view(torch.uint8), 0)  # as bytes, as not every backend takes every dtype
     n = data.num_windows(corpus.split(split), s.seq)
     index, nats = data.eval_index(n, count or n), 0.0
     mine = index[rank::world]
