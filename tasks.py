@@ -189,7 +189,7 @@ def check(spec, task, seeds, device, lengths):
                 model(torch.zeros(1, 1, longest, dtype=torch.long, device=device))
         if not faults and len(seeds) > 1 and isinstance(model, csp.Model):
             faults = ["several seeds at once score otherwise than each alone: each tensor needs a first axis for them "
-                      "(csp.py, Linear), and what is drawn a generator for each; or give one seed at a time"]  # fmt: skip
+                      "(csp.py, Linear), and what is drawn a generator for each; or give one seed"]  # fmt: skip
             with suppress(RuntimeError), torch.no_grad():
                 both, *alone = (build(spec, task, of).to(device) for of in ([0, 1, 2], [0], [1], [2]))
                 for p, *parts in zip(*(model.parameters() for model in (both, *alone))):
