@@ -473,9 +473,11 @@ def layer_spread(events):
 
 
 def spec_label(spec):
-    """The name of a model or task in tables and figures: its spec, or what follows a user's file in it."""
+    """The name of a model or task in tables and figures: its spec, or what follows a user's file, if no name of ours."""
     file, *rest = spec.split(":")
-    return " ".join(rest) or Path(file).stem if file.endswith(".py") else spec
+    if not file.endswith(".py") or {*rest[:1]} & {*COLOURS, *PAPER_TASKS}:
+        return spec
+    return " ".join(rest) or Path(file).stem
 
 
 Label = namedtuple("Label", "model options size kind rate parent family")

@@ -234,9 +234,10 @@ def without_gradient(model):
 
 
 def step_faults(model_class, config, device="cpu", checkpointing=False, longest=8):
-    """[] or [the first fault of a model]. A copy with 4 layers, if it can have so few, takes a training step of 1 x 8
-    tokens. A model of a file must also keep the rest of the contract. The random numbers go on as they would have."""
-    x, part = torch.arange(8, device=device)[None] % config.V, ""
+    """[] or [the first fault of a model]. A copy with 4 layers, if it can have so few, takes a training step of `longest`
+    tokens, 8 to 64. A model of a file must also keep the rest of the contract. Random numbers go on as they would have."""
+    T, part = max(8, min(longest, 64)), ""
+    x = torch.arange(T, device=device)[None] % config.V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
         try:
             try:
@@ -247,8 +248,8 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
             if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
                 raise ValueError(f"parameters without a shape: {', '.join(lazy)}")
             logits, loss, _ = model(x, x)
-            if (shape := tuple(logits.shape)) != (1, 8, config.V):
-                raise ValueError(f"logits of shape {shape}, not (B, T, V) = (1, 8, {config.V})")
+            if (shape := tuple(logits.shape)) != (1, T, config.V):
+                raise ValueError(f"logits of shape {shape}, not (B, T, V) = (1, {T}, {config.V})")
             if loss.dim() or not loss.isfinite():
                 raise ValueError("a loss that is no finite number: the mean in nats a token")
             loss.backward()
@@ -276,9 +277,9 @@ def step_faults(model_class, config, device="cpu", checkpointing=False, longest=
                         p.copy_(0.1 * torch.randn(p.shape))  # behind a gate that begins at zero anything would pass
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 whole = model.eval()(x)[0]
-                first, _, state = model(x[:, :4], state=model.init_state(1))
-                second, _, state = model(x[:, 4:7], state=state)
-                third, _ = model.step(x[:, 7], state)
+                first, _, state = model(x[:, : T // 2], state=model.init_state(1))
+                second, _, state = model(x[:, T // 2 : -1], state=state)
+                third, _ = model.step(x[:, -1], state)
                 if not torch.allclose(torch.cat((first, second, third[:, None]), 1), whole, rtol=0.01, atol=0.01):
                     raise ValueError("in pieces, with the state carried on, a text has other logits")
                 part, twice = "its loss: ", x[:, :5].expand(2, 5)  # a sum would be another number

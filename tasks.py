@@ -181,7 +181,7 @@ def check(spec, task, seeds, device, lengths):
     try:
         model, symbols, classes = build(spec, task, [0]).to(device), TASKS[task].symbols, TASKS[task].classes
         if isinstance(model, LanguageModel):
-            faults = sample.step_faults(type(model.model), model.model.config, device)
+            faults = sample.step_faults(type(model.model), model.model.config, device, longest=longest)
         if not faults:
             model(torch.zeros(1, 1, 2, dtype=torch.long, device=device)).sum().backward()
             faults = sample.without_gradient(model)
@@ -206,6 +206,8 @@ def check(spec, task, seeds, device, lengths):
                                       for z, values in zip(drawn, known)):  # fmt: skip
                 faults = [f"draw(rng, n, length) must return symbols below {symbols}, and targets below {classes} or "
                           f"{NOT_SCORED}, int64 and (n, length) each"]  # fmt: skip
+            elif any((z != again).any() for z, again in zip(drawn, make_batch(task, 64, n, (0,)))):
+                faults = ["draw(rng, n, length) must take its random numbers from rng"]
             elif (drawn[1] == NOT_SCORED).all():
                 faults = [f"at length {n} no position is scored"]
     except Exception as e:  # such as a backend that there is not, and whatever the code of a file does

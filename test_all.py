@@ -3639,7 +3639,7 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     half = "assert len(idx[0]) < 16 or not torch.is_autocast_enabled('cpu'), 'long'"
     gru(put("called", half), "half", begin="import torch\n")
     refused = program(train, "--model", "lib/half.py:MyGRU", *SHORT, "--dtype", "bfloat16")
-    assert_refused(refused, "its length 16: long")
+    assert_refused(refused, "half.py:MyGRU cannot be trained here: long")
     gru(name="flat"), gru(name="../flat"), gru(name="../other")
     two = "lib/flat.py:MyGRU:D=8,flat.py:MyGRU:D=4"
     assert_refused(program(train, "--model", two, *SHORT), "two files have the name flat.py")
@@ -3655,7 +3655,7 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     ("no Config, a dataclass whose fields have defaults, one of them V .*positional", {"V: int = 256": "V: int"}),
     ("one of them V", {"V: int": "W: int"}), ("no Config, a dataclass", {"@dataclass": ""}),
     (r"no forward\(.*; no init_state\(", {"def forward": "def call", "def init_state": "def begin"}),
-    (r"logits of shape \(1, 8, 128\), not \(B, T, V\) = \(1, 8, 256\)", {"return logits, loss": "return x, loss"}),
+    (r"logits of shape \(1, 64, 128\), not \(B, T, V\) = \(1, 64, 256\)", {"return logits, loss": "return x, loss"}),
     (r"AttributeError: .*begin.* \(mygru.py, line \d\d\)", {"self.init_state": "self.begin"}),
     ("a loss that is no finite number", {"targets.flatten())": 'targets.flatten(), reduction="none")'}),
     *(("its loss: no mean of the cross-entropy", {"targets.flatten())": f"targets.flatten(){rest}"})
@@ -3694,6 +3694,8 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     *(("in pieces, with the state carried on, a text has other logits",
        put("made", f"import torch\nself.mix = nn.Parameter(torch.full((config.D,), {start}))")
        | {"self.head(x)": "self.head(x + self.mix * x.roll(-1, 1))"}) for start in (0.0, 1e-5)),  # the next token
+    ("in pieces, with the state carried on, a text has other logits", {"self.head(x)": "self.head(x if x.shape[1] % 16 "
+     "else x + x.unflatten(1, (-1, 16)).mean(2).repeat_interleave(16, 1))"}),  # means of pieces of 16 tokens
     ("in pieces, with the state carried on, a text has other logits",
      put("made", "self.more = nn.Sequential(nn.LayerNorm(config.D), nn.Linear(config.D, config.D))\n"
                  "nn.init.zeros_(self.more[1].weight)")
@@ -5041,6 +5043,8 @@ NARROW, FEW = Task(3, 5, draw), Task(4, 4, draw)
 NONE = Task(4, 5, lambda rng, n, length: 1 / 0)
 LONG = Task(4, 5, lambda rng, n, length: draw(rng, n, length // (length < 48)))
 ONE, THREE = Task(4, 5, lambda rng, n, length: rng.randint(0, 4, (n, length))), 3
+OTHER = Task(4, 5, lambda rng, n, length: draw(np.random, n, length))
+rnn = mod3 = LAST
 """
 
 
@@ -5062,10 +5066,10 @@ def test_task_faults(program, toy_tasks, monkeypatch):
         *((f"--model rnn --task toy.py:{name}", message) for name, message in (
             ("NARROW", "return symbols below 3"), ("FEW", "targets below 4 or -100"), ("ONE", "must return symbols"),
             ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 14)"),
-            ("LATE", "at length 16 no position is scored"), ("INT32", "int64 and (n, length) each"),
+            ("OTHER", "must take its random numbers from rng"), ("LATE", "at length 16 no position is scored"), ("INT32", "int64 and (n, length) each"),
             ("LONG", "rnn on toy.py:LONG: ZeroDivisionError"),  # at the longest length alone
             ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LATE, INT32, LAST, FULL, NARROW, FEW, NONE, LONG,"
-                     " ONE, THREE; did you mean LAST?"),
+                     " ONE, THREE, OTHER, rnn, mod3; did you mean LAST?"),
             ("THREE", "toy.py:THREE is no Task\n"))),
         ("--model csp", "unknown model 'csp'; known: csp-vanilla"),
         *((f"--model {spec}", message) for spec, message in (
@@ -5170,6 +5174,8 @@ def test_a_new_task_is_a_few_lines_of_a_file(program, toy_tasks, short_tasks, mo
             assert not torch.equal(next(a.parameters()), next(b.parameters()))
             assert (a.config.D, a.config.L, a.config.V) == (D, 3, 5)
     assert "finished runs kept in here: 4;" in program(tasks, *argv)[2]
+    for spec, name in (("toy.py:mod3", "toy.py:mod3"), ("a/toy.py:LAST", "LAST"), ("toy.py:rnn:D=2", "toy.py:rnn:D=2")):
+        assert report.spec_label(spec) == name  # with a file where else it would be one of ours, and the paper's
     Path("toy.py").write_text(TOY.replace("% 5", "% 4"))
     sample.FILES.clear()  # as another program
     assert_refused(program(tasks, *argv), "here/csp-fast_layers_1-LAST-s1 holds a run of other settings (toy.py")
