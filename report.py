@@ -498,7 +498,7 @@ def parse_label(label):
 def reference(label, labels):
     """What a row is compared with, or None: for a user's variant of a model that model, else its complex realization,
     with the same options, or with those of its size, at the same rate if possible; or else an earlier row of its
-    family, likewise; or else the first of all."""
+    family, likewise; or else the first of all, but of a complex model in another size."""
     if label in FAMILIES:
         return None
     ours, known, others = parse_label(label), {x: parse_label(x) for x in labels}, []
@@ -509,7 +509,7 @@ def reference(label, labels):
     alike = [x for x in [*known][: [*known].index(label)]
              if (known[x].family == ours.family if ours.family in FAMILIES else known[x][:2] == ours[:2])]  # fmt: skip
     others.append(min(alike, key=lambda x: known[x].rate != ours.rate, default=None))
-    if ours.options or ours.model not in FAMILIES:
+    if ours.options - ours.size or ours.model not in FAMILIES:
         others.append(next(iter(known)))
     return next((other for other in others if other not in (None, label)), None)
 

@@ -4099,6 +4099,7 @@ def test_report_references(tmp_path):
     assert [report.reference(label, labels) for label in labels] == expected
     assert report.reference("sam, rate 1", ["pam, rate 1", "sam, rate 1"]) == "pam, rate 1"
     assert report.reference("hmamba:N=8", ["hmamba:N=4", "hmamba:N=8"]) == "hmamba:N=4"
+    assert report.reference("htransformer:N=8", ["hmamba:N=4", "htransformer:N=8"]) is None
     added = ["htransformer", "transformer", "TransformerPlus parts=conv", "TransformerPlus parts=gate"]
     for labels, expected in ((added, [None, *added[:2], "transformer"]), (added[1:], [None, *2 * ["transformer"]])):
         assert [report.reference(label, labels) for label in labels] == expected
