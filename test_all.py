@@ -3191,7 +3191,7 @@ def test_a_diverging_run_stops_and_says_where(program, no_curves, monkeypatch):
 
     def poisoned(self, x, state):
         y, state = real(self, x, state)
-        calls.extend([self] * (self.training and x.shape[1] == 32))  # not the trial step
+        calls.extend([self] * (self.training and len(x) > 1))  # not the trial step
         if len(calls) == 2 * 2 * 2 + 2 and y.requires_grad:  # third step, two micro-batches, two layers: layer 1
             y.register_hook(lambda grad: grad * math.nan)
         return y, state
