@@ -473,7 +473,7 @@ def layer_spread(events):
 
 
 def spec_label(spec):
-    """The name of a model or task in tables and figures: its spec, or what follows a user's file, if no name of ours."""
+    """The name of a model or task in tables and figures: its spec, or what follows a file, unless that is ours."""
     file, *rest = spec.split(":")
     if not file.endswith(".py") or {*rest[:1]} & {*COLOURS, *PAPER_TASKS}:
         return spec

@@ -234,8 +234,9 @@ def without_gradient(model):
 
 
 def step_faults(model_class, config, device="cpu", checkpointing=False, longest=8):
-    """[] or [the first fault of a model]. A copy with 4 layers, if it can have so few, takes a training step of `longest`
-    tokens, 8 to 64. A model of a file must also keep the rest of the contract. Random numbers go on as they would have."""
+    """[] or [the first fault of a model]. A copy with 4 layers, if it can have so few, takes a training step of
+    `longest` tokens, 8 to 64. A model of a file must also keep the rest of the contract. The random numbers go on as
+    they would have."""
     T, part = max(8, min(longest, 64)), ""
     x = torch.arange(T, device=device)[None] % config.V
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):

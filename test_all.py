@@ -3981,7 +3981,7 @@ def test_report_writes_what_is_asked_for(program, monkeypatch):
     for name, model, losses, seed in (("a", "hmamba", [8, 3], "1"), ("b", "mamba", [8, 3.5], "1"),
                                       ("c", "hmamba", [8, 3], "2")):  # fmt: skip
         write_log(f"english/{name}", model, losses, final=3.1, seeds=seed)
-    done = program(report, "english", "english/b", "--out", "my-own.pdf", "--csv", "new/losses.csv")
+    done = program(report, "english", Path("english/b").absolute(), "--out", "my-own.pdf", "--csv", "new/losses.csv")
     printed(done, "| mamba / hmamba |", "wrote my-own.pdf")  # b is named twice, and counts once
     assert Path("my-own.pdf").read_bytes().startswith(b"%PDF") and not Path("tables.md").exists()
     for name, what in (("gap", "above 0: the second leads"), ("mine", "the first fall is cut off")):
@@ -5067,7 +5067,8 @@ def test_task_faults(program, toy_tasks, monkeypatch):
         *((f"--model rnn --task toy.py:{name}", message) for name, message in (
             ("NARROW", "return symbols below 3"), ("FEW", "targets below 4 or -100"), ("ONE", "must return symbols"),
             ("NONE", "rnn on toy.py:NONE: ZeroDivisionError: division by zero (toy.py, line 14)"),
-            ("OTHER", "must take its random numbers from rng"), ("LATE", "at length 16 no position is scored"), ("INT32", "int64 and (n, length) each"),
+            ("OTHER", "must take its random numbers from rng"),
+            ("LATE", "at length 16 no position is scored"), ("INT32", "int64 and (n, length) each"),
             ("LONG", "rnn on toy.py:LONG: ZeroDivisionError"),  # at the longest length alone
             ("LASS", "toy.py has no 'LASS'; known: np, Task, draw, LATE, INT32, LAST, FULL, NARROW, FEW, NONE, LONG,"
                      " ONE, THREE, OTHER, rnn, mod3; did you mean LAST?"),
