@@ -3090,7 +3090,10 @@ def test_init_from(program, cut):
     assert all(torch.equal(before[key], now[key]) for key in before)  # at that rate
     assert sample.read_checkpoint("new/best.pt")["step"] == 0  # such weights may stay the best
     assert program(train, *argv, "--resume", "new", "--stop_at", 1)[0] == 0  # the same command goes on
-    shutil.rmtree("cut")  # is needed no more
+    shutil.rmtree("cut")  # is needed no more, by the same command neither
+    printed(program(train, *argv, "--stop_at", 1), "new/last.pt is at step 1 of 1 already: nothing is left to do\n")
+    said = f"error: --init_from {Path('no').absolute()} differs from this run's {best} (new)\n"
+    assert program(train, *argv, "--init_from", "no") == (2, "", said)
     for step in 1, 2:  # 2: the run was complete
         Path("new/log.jsonl").unlink()
         said = f"warning: the log of new is gone: a new one begins after step {step}\n"

@@ -641,7 +641,14 @@ def list_jobs(given, device):
     """The runs that the flags ask for, one for each combination of the lists, with checked settings."""
     found = ()
     if "init_from" in given:
-        origin = sample.read_checkpoint(given["init_from"])
+        path, out = os.path.abspath(given["init_from"]), Path(given.get("resume") or given.get("out", os.devnull))
+        begun = [folder for folder in (out, *sorted(out.glob("*/"))) if holds_run(folder)]
+        if begun and not os.path.exists(path):  # these need it no more
+            origin = find_checkpoint(begun[0])[1]
+            was = origin["meta"]["settings"]["init_from"] or ""
+            origin["path"] = was if path in (was, os.path.dirname(was)) else path
+        else:
+            origin = sample.read_checkpoint(path)
         given = with_saved(given, origin["meta"]["settings"], ("model", "size", "tokens"))
         given["init_from"] = os.path.abspath(origin["path"])
     if "resume" in given:
