@@ -90,13 +90,17 @@ def parse_spec(spec, size, vocab_size):
     model_class = find_class(spec)
     if size not in model_class.SIZES:
         raise unknown(f"{split_spec(spec)[0]} has no size", size, model_class.SIZES)
-    return model_class, configure(spec, replace(model_class.SIZES[size], V=vocab_size))
+    return model_class, configure(spec, model_class.SIZES[size], V=vocab_size)
 
 
-def configure(spec, config):
-    """`config` with the settings of a spec. Raises InputError for an unknown key, or a value that the model refuses."""
-    name, pairs = split_spec(spec)
-    types, values = typing.get_type_hints(type(config)), {}
+def configure(spec, config, **given):
+    """`config` with what is given, and the settings of a spec. Raises InputError for an unknown key, or a value that
+    the model refuses."""
+    (name, pairs), values = split_spec(spec), {}
+    try:
+        types = typing.get_type_hints(type(config))
+    except Exception as e:  # whatever a user's dataclass does
+        raise InputError(f"{name}: an annotation of its Config cannot be read ({reason(e)})") from None
     known = [f.name for f in fields(config) if types[f.name] in READ and f.name not in ("V", "classes")]
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -110,8 +114,8 @@ def configure(spec, config):
             kind = "True or False" if types[key] is bool else types[key].__name__
             raise InputError(f"{name}: {key}={value} is not {kind}") from None
     try:
-        return replace(config, **values)
-    except Exception as e:  # whatever a user's dataclass does
+        return replace(config, **given, **values)
+    except Exception as e:
         raise InputError(f"{name}: {reason(e)}") from None
 
 

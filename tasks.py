@@ -166,8 +166,8 @@ def build(spec, task, seeds):
         raise sample.unknown("unknown task", task, [*known, "all for the paper's three"])
     classes, V = TASKS[task].classes, max(csp.Config.V, TASKS[task].symbols)
     if issubclass(model_class, csp.Model):
-        return csp.stack_seeds(model_class, sample.configure(spec, model_class.Config(classes=classes, V=V)), seeds)
-    given, known = {pair.partition("=")[0] for pair in pairs}, vars(model_class.Config())
+        return csp.stack_seeds(model_class, sample.configure(spec, model_class.Config(), classes=classes, V=V), seeds)
+    given, known = {pair.partition("=")[0] for pair in pairs}, {f.name for f in fields(model_class.Config)}
     pairs += [f"{key}={value}" for key, value in (("D", csp.WIDTH), ("L", 3)) if key in known and key not in given]
     model_class, config = sample.parse_spec(":".join([name, *pairs]), "tiny", max(V, classes))
     torch.manual_seed(seeds[0])

@@ -3681,6 +3681,9 @@ def test_a_file_may_vary_our_models(program, gru, short_tasks, no_curves):
     ("its config: .*should be called on dataclass", {"= config\n": "= type('C', (), vars(config))\n"}),
     ("its config: .*type is not JSON", put("field", "act: type = nn.Tanh")),
     ("MyGRU: odd", put("field", "def __post_init__(self):\n    assert self.D != 9, 'odd'\n"), "MyGRU:D=9"),
+    ("MyGRU: odd", put("field", "def __post_init__(self):\n    assert (self.V, self.D) != (256, 9), 'odd'\n")
+     | put("method", "SIZES = {'tiny': GRUConfig(V=7, D=9)}\n")),
+    ("an annotation of its Config cannot be read .*Absent", put("field", "other: 'Absent' = None")),
     ("its length 256: too long", put("called", "assert idx.shape[1] < 256, 'too long'")),
     ("its checkpoint, once loaded: KeyError: 128",
      put("field", "from dataclasses import field\nwidths: dict = field(default_factory=lambda: {128: 128})")
@@ -3731,14 +3734,18 @@ def test_what_a_model_of_a_file_lacks_is_one_line(program, gru, monkeypatch, row
     "a complex parameter": {"self.head(x)": "self.head((x * self.turn).real + (x * self.turn).imag)"} | put(
         "head", "import torch\nself.turn = nn.Parameter(torch.ones(config.D, dtype=torch.cfloat))"),
     "decays less": put("method", "NO_DECAY = ['head']\n"),
+    "a size of its own": put("method", "SIZES = {'medium': GRUConfig()}\n"),
+    "slots": {"@dataclass": "@dataclass(slots=True)"},
 }.items(), ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 def test_a_sound_model_of_a_file_is_taken(program, gru, short_tasks, no_curves, kind, changes):
     gru(changes)
     model = ["--model", "lib/mygru.py:MyGRU:D=8"]
-    assert program(train, *model, *SHORT, "--params")[::2] == program(train, *model, *SHORT, "--out", "run")[::2]
+    flags = *SHORT, *(("--size", "medium") if "SIZES" in str(changes) else ())
+    assert program(train, *model, *flags, "--params")[::2] == program(train, *model, *flags, "--out", "run")[::2]
     assert program(sample, "run", *model, "--length", 1)[0] == 0
-    if kind == "a complex parameter":
+    if kind in ("a complex parameter", "slots"):
         assert program(tasks, *QUICK, *model)[0] == 0
+    if kind == "a complex parameter":
         assert report.read_log("run")[0]["params"]["turn"] == 16  # two numbers each
         header = report.read_log(next(Path("here").glob("*/log.jsonl")))[0]
         assert header["params"]["total"] == 3 * 8 + 3 * 432 + 16 + 3 * 9

@@ -169,7 +169,7 @@ def resolve(flags, device):
             print_rank0("no CUDA device: --size tiny instead of 253m")
     sample.parse_spec(s.model, s.size, 256)
     s.tokens = s.tokens or ("gpt2" if s.data == "wikitext103" or s.data.endswith(".tokens") else "bytes")
-    protocol = dict(PROTOCOLS[s.size])
+    protocol = dict(PROTOCOLS.get(s.size, PROTOCOLS["tiny"]))  # for sizes that a class of a file adds
     if s.size == "253m":
         protocol["steps"] = PAPER_STEPS.get(s.data, protocol["steps"])
     if s.epochs and not s.steps:
@@ -371,7 +371,7 @@ class Run:
         else:
             self.model, origin = new_model(s, corpus.vocab_size)
         self.model.to(device).checkpointing = s.checkpointing
-        betas, decay = (PAM_BETAS, PAM_DECAY) if PROTOCOLS[s.size] is PAM_PROTOCOL else (BETAS, WEIGHT_DECAY)
+        betas, decay = (PAM_BETAS, PAM_DECAY) if s.size in sample.PAM_SIZES else (BETAS, WEIGHT_DECAY)
         self.optimizer, decay_groups = make_optimizer(self.model, s.lr, device, betas, decay)
         if checkpoint:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
